@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cute_ops import Array
+from cute_ops import Array, Op
 from cute_ops.autotune.dispatch import choose
 from cute_ops.declaration.binding import bind
 from cute_ops.jit.target import parse
@@ -53,6 +53,16 @@ def test_which_kernel_holds_a_long_row(name: str, n: int, wide: str, form: str, 
 def test_wide_weights_of_quantised_rows_have_registers(n: int, resident: int) -> None:
     """Four CTAs spilled: 4118 x 16384 took 99 us instead of 53."""
     assert chosen("rmsnorm_fp8", 1000, n).get("resident", 1) == resident
+
+
+@pytest.mark.parametrize(("n", "found"), [(137, (128, 8, 3)), (201, (128, 16, 4)), (257, (128, 16, 3))])
+def test_gradients_of_short_unaligned_rows_have_few_threads(n: int, found: tuple[int, ...]) -> None:
+    """With a vector each, threads mostly masked it: 573363 x 137 took 260 us instead of 153."""
+    op = BY_NAME["layernorm"].grad
+    assert isinstance(op, Op)
+    arrays = {key: Array(t.of({"m": (300_000,), "n": n}), op.dtype_near(t, "bfloat16")) for key, t in op.inputs.items()}
+    config = choose(bind(op, arrays), {}, parse("sm_90a:132")).variant.config
+    assert tuple(config[key] for key in ("threads", "threads_per_row", "resident")) == found
 
 
 @pytest.mark.parametrize("name", LONG)

@@ -71,7 +71,7 @@ SUMS_VECTORS, SUMS_THREADS, SUMS_FEWER_THREADS, SUMS_WIDE_THREADS = (3, 4, 5), 2
 # Unaligned ones are in CTAs of fewer threads.
 SUMS_UNALIGNED_THREADS = 128
 # Sums over short unaligned rows: threads of a row by its vectors and those of an SM.
-SHORT_SUMS = ((3 * UNEVEN_THREADS, (UNEVEN_THREADS, 384)), (4 * UNEVEN_THREADS, (2 * UNEVEN_THREADS, 512)))
+SHORT_SUMS = ((24, (8, 384)), (32, (16, 512)), (48, (16, 384)))
 # Sums of one row vector that nothing waits for, of rows of at least STREAMED_VECTORS: a thread has one vector, and two
 # CTAs share an SM's STREAMED_THREADS, so that warps which wait for special functions leave others to run.
 STREAMED_VECTORS, STREAMED_THREADS = 384, 1088

@@ -7,7 +7,7 @@ The bounds were measured on an H200.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from cute_ops.declaration.config import POWERS, Config, Needs, Problem, Space
@@ -19,6 +19,7 @@ from cute_ops.ops.rows import (
     LEAST_REGISTERS,
     LINE_VECTORS,
     LONG_ROW,
+    SHORTEST_ROW,
     SMEM_VECTORS,
     TWO_PASS_LONG_THREADS,
     TWO_PASS_THREADS,
@@ -259,6 +260,10 @@ NARROW_CTA: Ladder[tuple[int, int]] = ((384, (1, 1024)), (768, (2, 800)), (math.
 WIDE_CTA: Ladder[tuple[int, int]] = ((384, (1, 1024)), (768, (2, 800)), (math.inf, (2, 512)))
 CLUSTERED: Ladder[tuple[int, int]] = ((384, (1, 1024)), (1024, (2, 800)), (math.inf, (4, 800)))
 WIDE_CLUSTERED: Ladder[tuple[int, int]] = ((384, (1, 1024)), (1024, (2, 1152)), (math.inf, (4, 800)))
+# Short unaligned rows: threads of a row by its vectors, and of an SM; threads of a CTA. With a vector each they would
+# mostly mask it and exchange sums.
+SHORT_UNALIGNED: Sequence[tuple[int, tuple[int, int]]] = ((24, (8, 384)), (32, (16, 512)), (48, (16, 384)))
+SHORT_THREADS = 128
 # The same number of threads with gradients of weight and bias: where a thread has many columns, for unaligned rows, and
 # for others.
 MANY_COLUMNS_THREADS, UNALIGNED_SUMS_THREADS, SUMS_THREADS = 768, 576, 384
@@ -309,7 +314,7 @@ def _persistent_backward(problem: Problem, row: RowProblem, row_bytes: int, cent
         align = min(align, LINE_VECTORS // 2)
         slot = share * -(-(span + WARP - 1) // share) * -(-row_bytes // row.vectors)
     else:
-        threads = share if cluster > 1 else _threads_of_cta(share, sums)
+        threads = share if cluster > 1 else _threads_of_cta(row, span, share, sums)
         slot = -(-row_bytes // cluster) * (threads // share) + 64 * VECTOR_BYTES
     sm_threads = sm_threads * 2 // (1 + sums)
     # Rows of three inputs take longer to arrive.
@@ -352,8 +357,15 @@ def _exchange_is_long(row: RowProblem, span: int) -> bool:
     return row.vectors > CTA_VECTORS or span <= 256
 
 
-def _threads_of_cta(share: int, sums: int) -> int:
+def _is_short(row: RowProblem, span: int) -> bool:
+    """Whether :data:`SHORT_UNALIGNED` has such rows."""
+    return not row.aligned and row.vectors > SHORTEST_ROW and span <= SHORT_UNALIGNED[-1][0]
+
+
+def _threads_of_cta(row: RowProblem, span: int, share: int, sums: int) -> int:
     """Threads of a CTA that takes several rows at a time, ``share`` threads each, at least 256 with one column sum."""
+    if _is_short(row, span):
+        return SHORT_THREADS
     return max(256, share) if sums == 1 else max(256 // share, 1) * share
 
 
@@ -387,6 +399,9 @@ def _backward_cluster(row: RowProblem, touched: int, sums: int) -> int:
 
 def _vectors_of_a_thread(row: RowProblem, span: int, cluster: int, sums: int, centred: bool) -> tuple[int, int]:
     """Vectors of a thread, and threads of an SM that have registers for one sum of each of their columns."""
+    if _is_short(row, span):
+        share, threads = step(SHORT_UNALIGNED, span)
+        return -(-span // share), threads * (1 + sums) // 2
     if row.vectors > WARP and (sums == 2 or (centred and not row.aligned)):
         per_thread, threads = _many_columns(row, cluster)
     elif not row.aligned and span <= CTA_VECTORS and cluster <= 2:
