@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from cute_ops.composite.attention import Attention, Function
 from cute_ops.declaration.op import Op
+from cute_ops_jax.primitive.arrays import as_array
 from cute_ops_jax.primitive.function import register
 
 
@@ -19,7 +19,7 @@ class JaxAttention(Attention[jax.Array]):
         return register(op)
 
     def array(self, array: Any) -> jax.Array:
-        return jnp.asarray(array)
+        return as_array(array)
 
 
 attend = JaxAttention()

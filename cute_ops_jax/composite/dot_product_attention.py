@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from cute_ops.ops.attention.attention import HALVES, attention
-from cute_ops_jax.primitive.arrays import checked
+from cute_ops_jax.primitive.arrays import as_array, checked
 from cute_ops_jax.primitive.function import register
 
 Array = jax.Array
@@ -44,7 +44,7 @@ def dot_product_attention(
     Returns:
         ``[B, T, N, H]``, as ``query``; with ``return_residual`` a tuple of that and the residual.
     """
-    q, k, v = (jnp.asarray(x) for x in (query, key, value))
+    q, k, v = map(as_array, (query, key, value))
     sides = _sides(q, k, is_causal, local_window_size) if _takes(q, k, v, scale) else None
     others = bias, mask, query_seq_lengths, key_value_seq_lengths, implementation
     if sides is None or any(each is not None for each in others):

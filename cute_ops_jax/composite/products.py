@@ -13,7 +13,7 @@ from cute_ops.composite.products import Caller, Function, Products
 from cute_ops.declaration.op import Op
 from cute_ops.ops.expression.broadcast import Fit
 from cute_ops.ops.gemm.by_call import Epilogue
-from cute_ops_jax.primitive.arrays import spec
+from cute_ops_jax.primitive.arrays import as_array, spec
 from cute_ops_jax.primitive.function import register
 
 Array = jax.Array
@@ -26,7 +26,7 @@ class JaxProducts(Products[Array]):
     spec, shape = staticmethod(spec), staticmethod(jnp.shape)
 
     def operands(self, *arrays: Array) -> tuple[Array, ...]:
-        return tuple(map(jnp.asarray, arrays))
+        return tuple(map(as_array, arrays))
 
     def function(self, op: Op) -> Function:
         return register(op)
@@ -41,7 +41,7 @@ class JaxProducts(Products[Array]):
         self, caller: Caller, epilogue: Epilogue, arrays: Sequence[Any], layout: str, save: str,
         attrs: Mapping[str, Any],
     ) -> tuple[Function, Sequence[Any]]:  # fmt: skip
-        given = [None if a is None else jnp.asarray(a) for a in arrays]
+        given = [None if a is None else as_array(a) for a in arrays]
         return super().with_epilogue(caller, epilogue, given, layout, save, attrs)
 
 

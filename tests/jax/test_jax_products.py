@@ -161,3 +161,17 @@ def test_export(product: Product, close: Close) -> None:
         close(program(*arrays), function(*arrays))
         if with_gradient:
             close(gradient(product, program)(*arrays), gradient(product, function)(*arrays))
+
+
+def test_a_warm_call_converts_no_array(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``jnp.asarray`` of an array takes longer than the dispatch of a small program."""
+    x, up, gate_up, down = (jnp.ones(shape) for shape in ((4, 16), (32, 16), (64, 16), (16, 32)))
+    calls: list[Callable[[], Any]] = [
+        lambda: cute_ops_jax.mlp(x, up, None, down), lambda: cute_ops_jax.gated_mlp(x, gate_up, down),
+        lambda: cute_ops_jax.linear(x, up), lambda: cute_ops_jax.linear_cross_entropy(x, up, target),
+    ]  # fmt: skip
+    target = jnp.zeros(4, jnp.int32)
+    first = [call() for call in calls]
+    monkeypatch.setattr(jnp, "asarray", None)
+    for call, out in zip(calls, first, strict=True):
+        np.testing.assert_array_equal(call(), out)
