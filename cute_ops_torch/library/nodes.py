@@ -165,12 +165,7 @@ def _chain(op: Op, steps: Sequence[_Step], share_copies: bool, repeated: Call | 
     """Backward ops in order as one, each of which may read what earlier ones gave; also none at all. With
     ``share_copies`` an operand that several products read is copied once.
     """
-    made = {name for step in steps for name in step.outputs}
-    every = [(name, t) for step in steps for name, t in step.inputs.items() if name not in made]
-    # What one step requires, all get, and as the one that takes fewest ways to lie wants it.
-    every.sort(key=lambda each: len(each[1].axes), reverse=True)
-    merged = dict(sorted(every, key=lambda each: not each[1].optional))
-    inputs = dict(sorted(merged.items(), key=lambda each: each[1].optional))  # the first is there
+    inputs = _inputs_of(steps)
     read = {f"d{name}" for name in op.inputs}
     outputs = tuple(name for step in steps for name in step.outputs if name in read)
     scalars = tuple(dict.fromkeys(name for step in steps for name in step.scalars))
@@ -219,6 +214,17 @@ def _chain(op: Op, steps: Sequence[_Step], share_copies: bool, repeated: Call | 
     used = {name for step in steps for name in step.inputs.keys() - step.shapes}
     whole = (lambda found, raw: raw[0]) if len(outputs) == 1 else (lambda found, raw: raw)
     return _Step(inputs, outputs, run, (), scalars, whole, frozenset(inputs.keys() - used))
+
+
+def _inputs_of(steps: Sequence[_Step]) -> dict[str, Tensor]:
+    """What steps read that no step gives. A tensor that any step requires is required, in the layout of the strictest
+    step. The first one is there.
+    """
+    made = {name for step in steps for name in step.outputs}
+    every = [(name, t) for step in steps for name, t in step.inputs.items() if name not in made]
+    every.sort(key=lambda each: len(each[1].axes), reverse=True)
+    merged = dict(sorted(every, key=lambda each: not each[1].optional))
+    return dict(sorted(merged.items(), key=lambda each: each[1].optional))
 
 
 def _is_repeatable(step: _Step) -> bool:
