@@ -313,7 +313,7 @@ def _residual(d: Drawn, x: Any) -> Any:
 
 
 def _rotated(d: Drawn, x: Any) -> Any:
-    size = int(d.rng.choice([8, 64]))
+    size = int(d.rng.choice([8, 64, 64]))
     x = x.reshape(x.shape[0], -1, x.shape[-1]) if x.ndim > 1 else x[None, None]
     turns, seed = d.index(4), int(d.rng.integers(0, 2**31))
 
@@ -538,7 +538,7 @@ def run(seed: int, arrays: list[Any] | None) -> tuple[list[Any], Drawn]:
     outputs = [x]
     for _ in range(1 + d.index(3)):
         x = outputs[-1] if outputs[-1].ndim and prod(outputs[-1].shape) < MOST else outputs[0]
-        d.heat = (0.15, 0.3, 0.6, 1.0)[d.index(4)]
+        d.heat = (0.1, 0.25, 0.5, 1.0)[d.index(4)]
         x = d.views(d.one(PARTS, d.views(x, 0.3)), 0.3)
         outputs.append(x)
     if d.often(0.3):
