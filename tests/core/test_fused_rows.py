@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -304,6 +305,26 @@ def test_two_sums_of_reduced_rows_have_few_threads(
     assert made.grad
     c = configured(made.grad, 20_000, n, dtype)
     assert (c.threads, c.threads_per_row, c.resident, c.stages) == (threads, share, resident, slots)
+
+
+def test_sums_of_all_elements_are_exchanged_once() -> None:
+    """Not for each row: nothing but the gradients of scalars waits for them."""
+
+    def scaled(xp: Any, x: Any, factor: Any, shift: Any) -> Any:
+        return xp.sigmoid(x * factor + shift)
+
+    def divided(xp: Any, x: Any, factor: Any) -> Any:
+        return x / xp.sum(x * factor, **ROW)
+
+    for function, operands, late in ((scaled, {"factor": "", "shift": ""}, 2), (divided, {"factor": ""}, 0)):
+        op = fused(function, operands={"x": TILE, **operands}).grad
+        assert op
+        for n, rows in ((97, 70), (5000, 3)):
+            call = kernel_calls.made(op, rows, n, "bfloat16", "compact", np.random.default_rng(n))
+            kernel_calls.check(call, n < 100)
+            with kernel_calls.interpreted("cute_ops.kernels.rows.on_chip"):
+                kernel = import_module("cute_ops.kernels.rows.on_chip").RowsInRing(call.planned()[1].variant)
+            assert len(kernel.late_sums) == late
 
 
 def test_what_two_outputs_need_is_computed_again() -> None:

@@ -241,6 +241,7 @@ class RowsInRing(HeldRows):
         self.tiles = [each for each in self.tiles if each not in self.once]
         self.ring = RowRing(self.tile, [self.keys[piece] for _, piece in self.tiles], self.config.stages)
         self.sums = [*self.outputs["r"], *self.outputs["s"]]
+        self.late_sums = self._late_sums()
         self.tile_sum = TileColumnSum(self.tile)
         together = self.tile.rows > 1 and self.outputs["r"]
         self.bytes = max(self.ring.bytes, 4 * self.tile_sum.width * self.tile.rows if together else 0)
@@ -323,9 +324,15 @@ class RowsInRing(HeldRows):
             self._reduced(values, totals, step, shared)
             if row < count:
                 self._postprocess(held, values, own, sums, coord._replace(row=row))
-            self._reduced(values, totals, step, shared, last=True)
-            if row < count:
-                self._finish(tensors, values, sums[len(self.outputs["r"]) :], row, (t == 0) & (rank == 0))
+            scalars = sums[len(self.outputs["r"]) :]
+            if const_expr(len(self.late_sums) > 0):
+                self._add_to(scalars, totals(self.awaited), row < count)
+            else:
+                self._reduced(values, totals, step, shared, last=True)
+                if row < count:
+                    self._finish(tensors, values, scalars, row, (t == 0) & (rank == 0))
+        if const_expr(len(self.late_sums) > 0):
+            self._exchange_scalars(sums[len(self.outputs["r"]) :], shared, steps)
         cute.arch.cp_async_wait_group(0)
         for (_, piece), rSums in zip(self.outputs["r"], sums):
             mPartials = tensors[self.partials_of(piece)]
@@ -333,6 +340,30 @@ class RowsInRing(HeldRows):
             self._store_columns(address, rSums, base, group, rank, first)
         slot = Int64(group) * self.tile.rows + local
         self._store_scalars(tensors, sums[len(self.outputs["r"]) :], slot, (t == 0) & (rank == 0))
+
+    def _late_sums(self):
+        """For each scalar its reduction in the last stage, if the scalars are that stage's sums and nothing else waits
+        for it: a thread then adds up its share of all rows, and exchanges it once.
+        """
+        places, last = [self.emit.expression.outputs[i] for i, _ in self.outputs["s"]], self.awaited
+        alone = len(self.emit.stages) == last + 1 and not self.outputs["c"]
+        if not (alone and {*places} == {*self.emit.stages[last]} and {*self.emit.primitives[last]} == {"sum"}):
+            return []
+        return [self.emit.stages[last].index(i) for i in places]
+
+    def _add_to(self, scalars, totals, valid):
+        """Add a thread's share of a row's sums, if the row exists."""
+        for rSum, s in zip(scalars, self.late_sums):
+            rSum[0] = rSum[0] + cutlass.select_(valid, totals[s], Float32(0.0))
+
+    def _exchange_scalars(self, scalars, shared, steps):
+        """Add up the threads' shares."""
+        shares = [Float32(0.0)] * len(scalars)
+        for rSum, s in zip(scalars, self.late_sums):
+            shares[s] = rSum[0]
+        totals = self.exchanges[self.awaited](tuple(shares), shared, steps * len(self.exchanges) + self.awaited)
+        for rSum, s in zip(scalars, self.late_sums):
+            rSum[0] = totals[s]
 
     def _of_example(self, tensors, coord):
         """What the rows of this cluster's example share, at this thread's columns."""

@@ -383,7 +383,7 @@ class RowExpression(NamedTuple):
 
     def _short_sums(self, row: RowProblem, span: int) -> bool:
         """Whether unaligned rows of a few vectors are reduced."""
-        return bool(self.depth and not row.aligned and SHORTEST_ROW < span <= SHORT_SUMS[-1][0])
+        return bool(stages(self.expression) and not row.aligned and SHORTEST_ROW < span <= SHORT_SUMS[-1][0])
 
     def _idle(self, row: RowProblem, running: int) -> bool:
         """Whether a fifth of so many clusters would do nothing: those of unaligned rows are as many as these start at
