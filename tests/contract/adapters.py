@@ -140,6 +140,7 @@ class Torch(Adapter):
         return words.view(numpy_dtype(str(a.dtype).removeprefix("torch."))).reshape(a.shape)
 
     def compiled(self, function: Function) -> Function:
+        self.torch._dynamo.reset()  # it refuses a ninth program of one function
         return self.torch.compile(function, fullgraph=True, backend="aot_eager")  # type: ignore[no-any-return]
 
     def abstract(self, function: Function, *given: Any) -> Any:

@@ -275,31 +275,6 @@ def test_a_batch_of_mlps_runs_once(save: str, transposed: bool) -> None:
             np.testing.assert_allclose(got, gradient, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("halves", [False, True])
-def test_a_packed_weight_of_no_columns(halves: bool) -> None:
-    """A bias of no columns may be one of halves, or one of a half alone."""
-
-    def by_halves(xp, acc, bias):
-        n = acc.shape[-1] // 2
-        return xp.silu(acc[..., :n] + bias[..., :n]) * (acc[..., n:] + bias[..., n:])
-
-    def by_half(xp, acc, bias):
-        n = acc.shape[-1] // 2
-        return xp.silu(acc[..., :n] + bias) * acc[..., n:]
-
-    def normed(x: Any, *given: Any, **options: Any) -> Any:
-        return cute_ops_jax.rmsnorm_linear(x, None, *given, **options)
-
-    x, weight, bias = (jnp.ones(shape, "float16") for shape in ((3, 8), (2, 0, 8) if halves else (0, 8), (0,)))
-    for function in (cute_ops_jax.linear, normed):
-        for epilogue in (by_halves, by_half):
-            run = partial(function, epilogue=epilogue, packed=True, halves=halves)
-            assert jax.jit(run)(x, weight, bias).shape == (3, 0)
-            dx, *others = jax.grad(lambda *a, run=run: run(*a).sum(), (0, 1, 2))(x, weight, bias)
-            assert not dx.any() and [g.shape for g in others] == [weight.shape, bias.shape]
-
-
 @pytest.mark.parametrize(("save", "transposed"), [("pre", False), ("none", True)])
 def test_a_batch_of_gated_mlps_runs_once(save: str, transposed: bool) -> None:
     rng, shapes = np.random.default_rng(0), ((24, 66), (33, 20)) if transposed else ((66, 24), (20, 33))
@@ -447,24 +422,6 @@ def test_rmsnorm_linear(epilogue: str, biased: bool, weighted: bool, transposed:
 
     for got, wanted in zip(*map(jax.tree.leaves, (of(function)(*arrays), of(plain)(*arrays))), strict=True):
         np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("transposed", [False, True])
-def test_rmsnorm_linear_of_a_batch_of_weights(transposed: bool) -> None:
-    """With gradients; the norm's weight is that of all."""
-    rng = np.random.default_rng(0)
-    shapes = (4, 3, 16), (16,), ((4, 16, 8) if transposed else (4, 8, 16)), (4, 1, 8)
-    arrays = [rng.standard_normal(shape, np.float32) / 2 for shape in shapes]
-    one = partial(cute_ops_jax.rmsnorm_linear, epilogue="gelu", transposed=transposed)
-
-    def each(x: Any, norm_weight: Any, weight: Any, bias: Any) -> Any:
-        return jnp.stack([one(x[i], norm_weight, weight[i], bias[i]) for i in range(len(x))])
-
-    found, wanted = (
-        jax.jit(jax.value_and_grad(lambda *a, f=f: jnp.sin(f(*a)).sum(), (0, 1, 2, 3)))(*arrays) for f in (one, each)
-    )
-    for got, right in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(got, right, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("arch", "rows"), [("sm_90a", 512), ("sm_90a", 64), ("sm_80", 520)])

@@ -504,30 +504,6 @@ def test_the_function_of_nothing(sizes: tuple[int, int, int]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("halves", [False, True])
-@pytest.mark.parametrize("compiled", [False, True])
-def test_a_packed_weight_of_no_columns(compiled: bool, halves: bool) -> None:
-    """A bias of no columns may be one of halves, or one of a half alone."""
-    x, weight, bias = (t.requires_grad_() for t in made((3, 8), (2, 0, 8) if halves else (0, 8), (0,)))
-
-    def by_half(xp, acc, bias):
-        n = acc.shape[-1] // 2
-        return xp.silu(acc[..., :n] + bias) * acc[..., n:]
-
-    def normed(x: torch.Tensor, *given: torch.Tensor, **options: Any) -> torch.Tensor:
-        return cute_ops_torch.rmsnorm_linear(x, None, *given, **options)
-
-    for function in (cute_ops_torch.linear, normed):
-        for epilogue in (swiglu, by_half, "e1(2t,2r) add 0[:n] 1[:n]; add 0[n:] 1[n:]; multiply 2 3 -> 4"):
-            torch._dynamo.reset()
-            run = partial(function, epilogue=epilogue, packed=True, halves=halves)
-            out = (torch.compile(run, backend="aot_eager", fullgraph=True) if compiled else run)(x, weight, bias)
-            assert out.shape == (3, 0)
-            dx, *others = torch.autograd.grad(out.sum(), (x, weight, bias))
-            assert not dx.any() and [g.shape for g in others] == [weight.shape, bias.shape]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("strict", [False, True])
 def test_the_function_exported(strict: bool) -> None:
     class Block(torch.nn.Module):
