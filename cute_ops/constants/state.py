@@ -16,7 +16,7 @@ from cute_ops.constants.exact import Unknown, exact
 from cute_ops.constants.reads import code_of, reads
 
 Values = tuple[Any, ...]
-# Functions, and values that they read, which are remembered; forgetting one costs a trace.
+# Entries of a table of functions, of values that they read, or of an op's calls.
 REMEMBERED = 4096
 # Readers of one code: functions with the same code may read other things of their objects.
 _FEW = 8
@@ -161,7 +161,10 @@ def _of_function(value: Any) -> Hashable:
     return found
 
 
-def make_room(table: dict[Any, Any]) -> None:
-    """Make room for one more entry in a table of what is remembered; the oldest leaves first."""
-    while len(table) >= REMEMBERED:
-        table.pop(next(iter(table)), None)
+def make_room(*tables: dict[Any, Any]) -> None:
+    """Make room for one more entry in each table of what is remembered; the oldest leaves first. Other threads may
+    remove entries, too.
+    """
+    for table in tables:
+        while len(table) >= REMEMBERED:
+            table.pop(next(iter(table)), None)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from cute_ops.constants import make_room
 from cute_ops.declaration.op import Op
 from cute_ops_torch.host import codegen
 from cute_ops_torch.host.compiled_call import Run
 from cute_ops_torch.host.guards import aligned
 from cute_ops_torch.host.launch import Launcher
-from cute_ops_torch.library.remembered import make_room
 
 
 class CallSite(NamedTuple):

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
+from cute_ops.constants import make_room
 from cute_ops.declaration.op import Op
 from cute_ops.declaration.tensor import Tensor as Declared
 from cute_ops_torch.host import codegen
 from cute_ops_torch.library.mutation import apart
-from cute_ops_torch.library.remembered import make_room
 
 Call = Callable[..., Any]
 # A call without its successor: `link(_otherwise=f)` is a function that hands calls which do not fit on to f.

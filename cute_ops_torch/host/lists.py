@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from cute_ops.constants import make_room
 from cute_ops.declaration import lists
 from cute_ops.declaration.op import Op
-from cute_ops_torch.library.remembered import make_room
 from cute_ops_torch.library.schema import filler
 
 Call = Callable[..., Any]

@@ -1,4 +1,4 @@
-"""What is remembered of earlier calls, and its bound."""
+"""What is remembered of earlier calls. Forgetting one costs a bind and a plan, no compile."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from typing import Any, TypeVar
 
 import torch
 
+from cute_ops.constants import make_room
 from cute_ops_torch.library.modes import EXACT, transforms_active
 
 T = TypeVar("T")
 
-# Calls per op and table; the oldest leaves first. Forgetting one costs a bind and a plan, no compile.
-REMEMBERED = 4096
 _CONSTANTS: dict[Any, torch.Tensor] = {}
 
 
@@ -26,13 +25,6 @@ def remembered(table: dict[Any, T], key: Any, make: Callable[[], T]) -> T:
         make_room(table)
         found = table[key] = make()
     return found
-
-
-def make_room(*tables: dict[Any, Any]) -> None:
-    """Make room for one more entry in each table; other threads may remove entries too."""
-    for table in tables:
-        while len(table) >= REMEMBERED:
-            table.pop(next(iter(table)), None)
 
 
 def constant_of_device(key: Any, make: Callable[[], torch.Tensor], x: torch.Tensor) -> torch.Tensor:

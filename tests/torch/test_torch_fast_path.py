@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,7 +17,7 @@ from cute_ops import Op
 from cute_ops.autotune import dispatch
 from cute_ops.ops import OPS
 from cute_ops_torch.host import fast_path, function, launch
-from cute_ops_torch.library import autograd, reference, remembered
+from cute_ops_torch.library import autograd, reference
 from cute_ops_torch.library import tensors as binding
 from cute_ops_torch.library.nodes import Nodes
 from cute_ops_torch.library.reference import fake_kernel, implement
@@ -369,7 +370,7 @@ def test_threads(make: Any) -> None:
 
 
 def test_what_is_remembered_is_bounded(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remembered, "REMEMBERED", 3)
+    monkeypatch.setattr(import_module("cute_ops.constants.state"), "REMEMBERED", 3)
     made = make(rmsnorm)
     for m in range(1, 9):
         x = torch.randn(m, 8, requires_grad=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from cute_ops.ops import OPS
 from cute_ops_torch.host import compiled_call, launch
 from cute_ops_torch.host.call_site import CallSite, any_call, call_site
 from cute_ops_torch.host.launch import Launcher
-from cute_ops_torch.library import remembered
 from cute_ops_torch.registry import register
 from cute_ops_torch.tools import runner
 from tests.ops.product import product
@@ -167,7 +167,7 @@ def test_any_argument_name_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_remembered_is_bounded(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remembered, "REMEMBERED", 3)
+    monkeypatch.setattr(import_module("cute_ops.constants.state"), "REMEMBERED", 3)
     cuda = Launcher(rmsnorm)
     for m in (1, 2, 3, 4, 5, 1):
         cuda.launch(torch.randn(m, 8))
