@@ -209,7 +209,8 @@ def _chain(op: Op, steps: Sequence[_Step], share_copies: bool, repeated: Call | 
         return found
 
     run = apart
-    if repeated is not None and not scalars and all(map(_is_repeatable, steps)):
+    there = any(not t.optional for t in inputs.values())
+    if repeated is not None and there and not scalars and all(map(_is_repeatable, steps)):
         run = repeated(f"{op.name}_backward", inputs, together, apart)
     used = {name for step in steps for name in step.inputs.keys() - step.shapes}
     whole = (lambda found, raw: raw[0]) if len(outputs) == 1 else (lambda found, raw: raw)

@@ -147,6 +147,20 @@ def test_a_known_backward_looks_at_its_tensors_once(name: str) -> None:
     assert len(set(guards)) <= 1, guards
 
 
+def test_a_gradient_that_is_the_cotangent_takes_no_step() -> None:
+    x, weight, bias = torch.randn(3, 8), torch.randn(5, 8), torch.randn(5)
+    for wanted in (("residual",), ("bias",), ("residual", "bias")):
+        residual, bias = torch.randn(3, 5), bias.detach().clone()
+        named = {"residual": residual, "bias": bias}
+        for name in wanted:
+            named[name].requires_grad_()
+        for _ in range(2):
+            out = cute_ops_torch.linear(x, weight, bias, residual, epilogue="add")
+            found = torch.autograd.grad(out, [named[name] for name in wanted], torch.full((3, 5), 2.0))
+            for name, gradient in zip(wanted, found, strict=True):
+                assert torch.equal(gradient, torch.full_like(named[name], 2.0 if name == "residual" else 6.0))
+
+
 def test_a_mean_loss_of_one_chunk_takes_few_calls() -> None:
     """A product and two kernels; with gradients three products and three kernels."""
     given, step = (torch.randn(6, 8), torch.randn(24, 8), torch.arange(6)), linear_cross_entropy_total.saving
