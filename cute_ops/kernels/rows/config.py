@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from cute_ops.declaration.config import KernelConfig
 from cute_ops.hardware import WARP
@@ -12,7 +12,8 @@ from cute_ops.kernels.lib.row_config import RowConfig
 COLUMN_THREADS = 256  # of a CTA of a column pass
 
 
-class Texts(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Texts(KernelConfig):
     """What a kernel computes.
 
     Attributes:
@@ -39,24 +40,16 @@ class Texts(NamedTuple):
 
 
 @dataclass(frozen=True)
-class FusedConfig(KernelConfig):
-    """``unroll`` vectors of each of ``threads`` threads, and the :class:`Texts` that say what they compute."""
+class FusedConfig(Texts):
+    """``unroll`` vectors of each of ``threads`` threads, and what they compute."""
 
     threads: int
     unroll: int
-    expression: str
-    reads: str
-    writes: str
-    kinds: str
-    shared: str = ""
-    turns: bool = False
-    stretched: str = ""
-    random: str = ""
 
 
 @dataclass(frozen=True)
-class FusedRowConfig(RowConfig):
-    """How rows spread over threads, and the :class:`Texts` that say what is computed of each.
+class FusedRowConfig(Texts, RowConfig):
+    """How rows spread over threads, and what is computed of each.
 
     Rows wait between their reductions in registers (``one_pass``), in slots of shared memory (``ring``), or are read
     again for each stage and for the outputs (``passes``).
@@ -73,14 +66,6 @@ class FusedRowConfig(RowConfig):
     stages: int = 1
     clusters: int = 0
     keep: bool = False
-    expression: str
-    reads: str
-    writes: str
-    kinds: str
-    shared: str = ""
-    turns: bool = False
-    stretched: str = ""
-    random: str = ""
 
 
 def column_width(vectors: int) -> int:

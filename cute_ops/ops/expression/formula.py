@@ -79,7 +79,7 @@ class Formula(NamedTuple):
             return rows.config(problem)
         small = rows.read + len(self.writes) >= 5 or (rows.packed and not row_of(problem, rows.tiles).aligned)
         wide = ITEMSIZE[problem.dtypes[self.tile]] == 4 and not rows.packed
-        return FusedConfig((THREADS_OF_FIVE_STREAMS if small else THREADS) * (2 if wide else 1), 1, *self._texts)
+        return FusedConfig((THREADS_OF_FIVE_STREAMS if small else THREADS) * (2 if wide else 1), 1, **vars(self._texts))
 
     def _by_columns(self, problem: Problem, rows: RowExpression) -> bool:
         """Whether a kernel of elements takes several sums over rows: of functions that cost little and reduce no row,
@@ -153,9 +153,11 @@ class Formula(NamedTuple):
         written = {name.partition("[")[0] for name in self.writes}
         shared = " ".join(name for name in self.shared if name in {*self.reads, *written})
         turns, stretched = self.turns and bool(shared), " ".join(n for n in self.stretched if n in self.reads)
-        text, reads, writes = text_of(self.expression), " ".join(self.reads), " ".join(self.writes)
-        random = " ".join(name for name in self.random if name in self.reads)
-        return Texts(text, reads, writes, self.kinds, shared, turns, stretched, random)
+        return Texts(
+            expression=text_of(self.expression), reads=" ".join(self.reads), writes=" ".join(self.writes),
+            kinds=self.kinds, shared=shared, turns=turns, stretched=stretched,
+            random=" ".join(name for name in self.random if name in self.reads),
+        )  # fmt: skip
 
 
 def declare(

@@ -446,7 +446,7 @@ class RowExpression(NamedTuple):
         self, form: Form, threads: int, threads_per_row: int = 0, cluster: int = 1, resident: int = 1, **more: Any
     ) -> FusedRowConfig:
         """The config of this expression; ``more``: its other fields."""
-        return FusedRowConfig(form, threads, threads_per_row, cluster, resident, **more, **self.texts._asdict())
+        return FusedRowConfig(form, threads, threads_per_row, cluster, resident, **more, **vars(self.texts))
 
     def partials(self, problem: Problem, config: FusedRowConfig) -> tuple[int, int]:
         """Partial sums of a row vector, one per cluster, and of a scalar, one per row that clusters hold at a time."""
