@@ -201,7 +201,7 @@ class MlaConfig(KernelConfig):
             swizzled = 2 * (self.rows + self.stages * self.keys) * d + 2 * self.rows * self.keys
             return (
                 swizzled
-                + 4 * (self.stages * (self.keys + 4) + 4 * self.rows)
+                + 4 * (self.stages * (self.keys + 4) + 6 * self.rows)
                 + 8 * (1 + self.stages * (LATENT_PARTS + 1))
             )
         pitch, rows, keys = 2 * (d + PADDING), self.rows, self.stages * self.chunk

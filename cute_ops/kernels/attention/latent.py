@@ -80,10 +80,18 @@ class Latent:
 
     def entry(self, tensors, work, key):
         """What the table has for a key, or the sequence; -1 where there is none. See :meth:`page`."""
+        return self.found(tensors, work, self.place(tensors, key)[0], key)
+
+    def found(self, tensors, work, index, key):
+        """:meth:`entry` of a key in a known one of the table's pages."""
         if not self.config.paged:
             return cutlass.select_(key < work.keys, work.batch, Int32(-1))
-        index = key // Int32(tensors.latent_cache.shape[1])
         return table_entry(tensors.page_table, work.batch, index, key < work.keys)
+
+    def place(self, tensors, key):
+        """Which of the table's pages a key is in, and its slot; of contiguous caches the slot is the key."""
+        size = Int32(tensors.latent_cache.shape[1])
+        return (key // size, key % size) if self.config.paged else (Int32(0), key)
 
     def page(self, tensors, entry):
         """The page of a key, or the sequence; -1 where there is none."""
@@ -93,9 +101,8 @@ class Latent:
         """Registers for as many entries."""
         return cute.make_rmem_tensor(count, tensors.page_table.element_type if self.config.paged else Int32)
 
-    def latent(self, mX, entry, key):
-        """Byte address of a key's latent in this page."""
-        slot = key % Int32(mX.shape[1]) if self.config.paged else key
+    def latent(self, mX, entry, slot):
+        """Byte address of the latent in a slot of a page, or of a sequence."""
         return mX.iterator.toint() + (Int64(entry) * mX.stride[0] + Int64(slot) * mX.stride[1]) * 2
 
     def address(self, mX, work, row, column):

@@ -187,7 +187,8 @@ class MlaDecode(Latent):
         if chunk < end:
             first = warp * self.rows_of_warp
             key = chunk * self.config.chunk + first + lane % self.rows_of_warp
-            start, address = mX.iterator.toint(), self.latent(mX, entry, key)
+            slot = key % Int32(mX.shape[1]) if const_expr(self.config.paged) else key
+            start, address = mX.iterator.toint(), self.latent(mX, entry, slot)
             if lane < self.rows_of_warp:
                 shared.there[first + lane, stage] = Int32(entry >= 0)
             vectors, pitch = self.d // VECTOR, 2 * (self.d + PADDING)

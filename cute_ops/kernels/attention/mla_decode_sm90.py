@@ -12,9 +12,9 @@ from cutlass.utils import hopper_helpers as hopper
 from cute_ops.hardware import VECTOR_BYTES, WARP
 from cute_ops.kernels.attention.config import LATENT_PARTS, LATENT_STAGES
 from cute_ops.kernels.attention.latent import Latent, Tensors
-from cute_ops.kernels.attention.pages import copy_bytes
-from cute_ops.kernels.attention.products import mma_of_scores
-from cute_ops.kernels.attention.softmax import OnlineSoftmax, by_row, store_packed
+from cute_ops.kernels.attention.pages import copy_bytes, of_lane, step_on
+from cute_ops.kernels.attention.products import mma_of_scores, mma_of_weights, multiply_weights
+from cute_ops.kernels.attention.softmax import GROWTH, OnlineSoftmax, by_row, store_packed
 from cute_ops.kernels.attention.tiles import first_row, slots, transposed
 from cute_ops.kernels.lib.arguments import named
 from cute_ops.kernels.lib.pdl import let_next_start, wait_for_previous
@@ -28,15 +28,16 @@ COLUMNS, ROW_BYTES = 64, 128
 STEPS_OF_TILE = COLUMNS // 16  # instructions along the columns of a tile
 TILE_BYTES = MMA_M * ROW_BYTES
 VECTORS = ROW_BYTES // VECTOR_BYTES
-ROWS_AT_ONCE = WARPGROUP // VECTORS  # that a warpgroup copies
-# Named barriers: weights are there, and have been read, of even and of odd blocks; a warpgroup's own; the end.
-READY, READ, OWN, END = 1, 3, 5, 7
+ROWS_AT_ONCE, ROWS_OF_WARP = WARPGROUP // VECTORS, WARP // VECTORS  # that a warpgroup, a warp copies at once
+# Named barriers: weights of even and of odd blocks are there; a warpgroup's own; the end.
+READY, OWN, END = 1, 3, 5
 
 
 class Shared(NamedTuple):
     """Shared memory: queries; two blocks of keys, (keys, d, stages); weights of one block; which keys are there, and
-    whether all of a warp's are; of each row the largest score so far, what earlier sums are to be multiplied by, and
-    the sums of both warpgroups; mbarriers of the queries, of parts of blocks that have come, of blocks that are read.
+    whether all of a warp's are; of each row and of even and odd blocks the largest score so far, and what earlier sums
+    are to be multiplied by; the sums of both warpgroups; mbarriers of the queries, of parts of blocks that have come,
+    of blocks that are read.
     """
 
     q: Any
@@ -57,20 +58,22 @@ class Multiplying(NamedTuple):
 
     Attributes:
         mma_first, mma_scores: of queries and keys; the first one overwrites the scores, the other adds to them.
-        mma_values: of weights and values.
+        mma_own, mma_other: of weights, in registers and in shared memory, and values.
         q, k, weights, values: operands in shared memory; ``values`` has the warpgroup's half of the columns.
-        rS, rO: scores, and sums of weighted values.
+        rS, rP, rO: scores, their weights, and sums of weighted values.
         rMax, rSum: the thread's two rows: the largest score so far, and the sum of weights of this warpgroup's blocks.
     """
 
     mma_first: Any
     mma_scores: Any
-    mma_values: Any
+    mma_own: Any
+    mma_other: Any
     q: Any
     k: Any
     weights: Any
     values: Any
     rS: Any
+    rP: Any
     rO: Any
     rMax: Any
     rSum: Any
@@ -80,10 +83,12 @@ class MlaDecodeSm90(Latent):
     """``out = softmax(scale * q @ k.T) @ k[:, :rank]`` over the keys of each sequence, and the log-sum-exp of scores.
 
     Tile: a CTA has 64 rows, the queries of a sequence's heads, and goes through a part of its keys in blocks of 64. A
-    warpgroup loads them by ``cp.async``, three parts of a block one after another. Two warpgroups take turns at blocks:
-    one computes the scores of a block, exponentiates them and lays the weights into shared memory. Both add weighted
-    values, each half of the columns, out of the block that the scores were computed of. If keys are split,
-    :class:`Combine` combines the results of CTAs in a fixed order.
+    warpgroup loads them by ``cp.async``, three parts of a block one after another. Two warpgroups have the even and the
+    odd blocks: each computes the scores of its own, exponentiates them and adds its half of the columns of weighted
+    values, out of the block that the scores were computed of, with weights in its registers. It lays them into shared
+    memory for the other one, which adds its half, too. Scores of odd blocks are multiplied while those of even ones are
+    exponentiated, and values of even ones while scores of odd ones are. If keys are split, :class:`Combine` combines
+    the results of CTAs in a fixed order.
     Shared memory: ``64 x d`` queries, two blocks of ``64 x d`` keys, ``64 x 64`` weights.
     Bytes moved per element: keys once, from memory for one block of rows, from L2 for the others.
     """
@@ -91,7 +96,7 @@ class MlaDecodeSm90(Latent):
     def __init__(self, variant):
         super().__init__(variant)
         self.columns, self.tiles = self.e // GROUPS, self.d // COLUMNS
-        self.softmax = OnlineSoftmax(variant.attrs["scale"])
+        self.softmax = OnlineSoftmax(variant.attrs["scale"], growth=GROWTH)
         each = -(-self.tiles // LATENT_PARTS)
         self.parts = [range(i * each, min((i + 1) * each, self.tiles)) for i in range(LATENT_PARTS)]
 
@@ -144,9 +149,7 @@ class MlaDecodeSm90(Latent):
         layouts = (
             (Int32, cute.make_layout((MMA_M, LATENT_STAGES))),
             (Int32, cute.make_layout((WARPGROUP // WARP, LATENT_STAGES))),
-            (Float32, cute.make_layout(MMA_M)),
-            (Float32, cute.make_layout(MMA_M)),
-            (Float32, cute.make_layout((MMA_M, GROUPS))),
+            *[(Float32, cute.make_layout((MMA_M, GROUPS)))] * 3,
         )
         others = [smem.allocate_tensor(kind, layout, 16) for kind, layout in layouts]
         barriers = [smem.allocate_array(Int64, count) for count in (1, LATENT_STAGES * LATENT_PARTS, LATENT_STAGES)]
@@ -167,29 +170,31 @@ class MlaDecodeSm90(Latent):
         ]
         self._copy(shared.q.iterator.toint() + within, sources, range(self.tiles))
         cute.arch.cp_async_mbarrier_arrive_noinc(shared.queries)
-        entries = self.entries(tensors, len(rows))
-        for i in cutlass.range_constexpr(len(rows)):
-            entries[i] = self.entry(tensors, work, work.begin * MMA_M + rows[i])
+        # A lane looks up one of its warp's rows, and tells the others where it lies.
+        lane, mX = tidx % WARP, tensors.latent_cache
+        own = tidx // WARP * ROWS_OF_WARP + lane % ROWS_OF_WARP + lane // ROWS_OF_WARP % len(rows) * ROWS_AT_ONCE
+        index, slot = self.place(tensors, work.begin * MMA_M + own)
+        entry = self.found(tensors, work, index, work.begin * MMA_M + own)
         for block in cutlass.range(work.begin, work.end, unroll=1):
             stage, turn = self._turn(block - work.begin)
-            found = [self.page(tensors, entries[i]) for i in range(len(rows))]
-            first, mX = block * MMA_M, tensors.latent_cache
+            page = self.page(tensors, entry)
+            address, there = self.latent(mX, page, slot), Int32(cute.arch.vote_ballot_sync(page >= 0))
+            others = [lane // VECTORS + i * ROWS_OF_WARP for i in range(len(rows))]
             sources = [
-                self._source(mX, self.latent(mX, entry, first + each) + vector * VECTOR_BYTES, entry >= 0)
-                for entry, each in zip(found, rows)
+                self._source(mX, of_lane(address, other) + vector * VECTOR_BYTES, (there >> other) & 1 != 0)
+                for other in others
             ]
             # What the table has for a block is looked up one block ahead.
-            for i in cutlass.range_constexpr(len(rows)):
-                entries[i] = self.entry(tensors, work, first + MMA_M + rows[i])
+            if const_expr(self.config.paged):
+                index, slot = step_on(index, slot, MMA_M, Int32(mX.shape[1]))
+            else:
+                slot = slot + MMA_M
+            entry = self.found(tensors, work, index, (block + 1) * MMA_M + own)
             cute.arch.mbarrier_wait(shared.empty + stage, 1 - turn)
-            all_there = cutlass.Boolean(True)
-            for entry, each in zip(found, rows):
-                all_there = all_there & (entry >= 0)
-                if vector == 0:
-                    shared.there[each, stage] = Int32(entry >= 0)
-            all_there = cute.arch.vote_all_sync(all_there)
-            if tidx % WARP == 0:
-                shared.whole[tidx // WARP, stage] = Int32(all_there)
+            if lane < ROWS_OF_WARP * len(rows):
+                shared.there[own, stage] = Int32(page >= 0)
+            if lane == 0:
+                shared.whole[tidx // WARP, stage] = Int32(there == -1)
             full = shared.full + stage * LATENT_PARTS
             cute.arch.mbarrier_arrive(full)
             target = shared.k.iterator.toint() + (within + stage * (self.tiles * TILE_BYTES))
@@ -219,15 +224,17 @@ class MlaDecodeSm90(Latent):
     def _attend(self, tensors: cutlass.Constexpr, work: cutlass.Constexpr, shared: cutlass.Constexpr):  # fmt: skip
         tidx = cute.arch.thread_idx()[0] - WARPGROUP
         group, thread = cute.arch.make_warp_uniform(tidx // WARPGROUP), tidx % WARPGROUP
-        mmas = mma_first, mma_scores, mma_values = self._mmas()
+        mma_first, mma_scores, *_, mma_other = mmas = self._mmas()
         mma_first.set(warpgroup.Field.ACCUMULATE, False)
-        for mma in (mma_scores, mma_values):
+        for mma in mmas[1:]:
             mma.set(warpgroup.Field.ACCUMULATE, True)
-        scores, values = mma_scores.get_slice(0), mma_values.get_slice(0)
+        scores, values = mma_scores.get_slice(0), mma_other.get_slice(0)
         rS, rO = (
             cute.make_rmem_tensor(mma.partition_shape_C((MMA_M, n)), Float32)
-            for mma, n in ((mma_scores, MMA_M), (mma_values, self.columns))
+            for mma, n in ((mma_scores, MMA_M), (mma_other, self.columns))
         )
+        # The scores of two tiles of 8 keys are, in this order, a thread's part of A for 16 keys.
+        rP = cute.make_rmem_tensor(((2, 2, 2), 1, MMA_M // 16), self.dtype)
         rMax, rSum = (cute.make_rmem_tensor(2, Float32) for _ in range(2))
         rO.fill(0.0)
         rMax.fill(-Float32.inf)
@@ -235,34 +242,24 @@ class MlaDecodeSm90(Latent):
         own = Multiplying(
             *mmas, mma_scores.make_fragment_A(scores.partition_A(shared.q)),
             mma_scores.make_fragment_B(scores.partition_B(shared.k)),
-            mma_values.make_fragment_A(values.partition_A(shared.weights)),
-            mma_values.make_fragment_B(values.partition_B(self._values(shared.k, group))), rS, rO, rMax, rSum,
+            mma_other.make_fragment_A(values.partition_A(shared.weights)),
+            mma_other.make_fragment_B(values.partition_B(self._values(shared.k, group))), rS, rP, rO, rMax, rSum,
         )  # fmt: skip
-        count, at = work.end - work.begin, (group, thread)
         cute.arch.mbarrier_wait(shared.queries, 0)
-        if (group == 0) & (count > 0):
-            self._score(own, shared, 0)
-            warpgroup.wait_group(0)
-            self._weigh(own, work, shared, (0, at))
-            self._add_own(own, shared, (0, count, at))
-        for index in cutlass.range(2 - group, count, GROUPS, unroll=1):
-            self._begin_other(own, shared, (index - 1, at))
-            self._score(own, shared, index)
-            warpgroup.wait_group(1)
-            self._release(shared, index - 1, thread)
-            warpgroup.wait_group(0)
-            self._weigh(own, work, shared, (index, at))
-            self._add_own(own, shared, (index, count, at))
-        if (count > 0) & (count % GROUPS == group):
-            self._begin_other(own, shared, (count - 1, at))
-            warpgroup.wait_group(0)
-        self._finish(own, tensors, work, shared, at)
+        if group == 0:
+            self._go_through_even(own, work, shared, thread)
+        else:
+            self._go_through_odd(own, work, shared, thread)
+        self._finish(own, tensors, work, shared, (group, thread))
 
     def _mmas(self):
-        """Tiled MMAs of scores, of which the first one overwrites, and of a warpgroup's columns of values."""
+        """Tiled MMAs of scores, of which the first one overwrites, and of a warpgroup's columns of values: with weights
+        of its own and with those of the other one.
+        """
         scores = [mma_of_scores(self.dtype, MMA_M, 1) for _ in range(2)]
         majors = OperandMajorMode.K, OperandMajorMode.MN
-        return *scores, tiled_mma((self.dtype, self.dtype), majors, self.columns)
+        own, other = mma_of_weights(self.dtype, self.columns, 1), tiled_mma((self.dtype,) * 2, majors, self.columns)
+        return *scores, own, other
 
     def _values(self, sK, group):
         """A warpgroup's columns of blocks, as the operand B of values: (columns, keys, stages)."""
@@ -272,9 +269,39 @@ class MlaDecodeSm90(Latent):
         return transposed(cute.make_tensor(sK.iterator + group * (self.columns * MMA_M), layout))
 
     @cute.jit
-    def _score(self, own: cutlass.Constexpr, shared: cutlass.Constexpr, index):
+    def _go_through_even(
+        self, own: cutlass.Constexpr, work: cutlass.Constexpr, shared: cutlass.Constexpr, thread
+    ):  # fmt: skip
+        count = work.end - work.begin
+        for index in cutlass.range(0, count, GROUPS, unroll=1):
+            self._score(own, shared, (index, 0))
+            warpgroup.wait_group(0)
+            factors = self._weigh(own, work, shared, (index, 0, thread))
+            self._lay_weights(own, shared, (0, thread), factors)
+            self._add_own(own, shared, (0, thread), factors)
+            if index + 1 < count:
+                self._add_other(own, shared, (1, thread))
+
+    @cute.jit
+    def _go_through_odd(
+        self, own: cutlass.Constexpr, work: cutlass.Constexpr, shared: cutlass.Constexpr, thread
+    ):  # fmt: skip
+        count = work.end - work.begin
+        for index in cutlass.range(1, count, GROUPS, unroll=1):
+            self._add_other(own, shared, (0, thread))
+            self._score(own, shared, (index, 1))
+            warpgroup.wait_group(0)
+            factors = self._weigh(own, work, shared, (index, 1, thread))
+            self._lay_weights(own, shared, (1, thread), factors)
+            self._add_own(own, shared, (1, thread), factors)
+        if count % GROUPS == 1:
+            self._add_other(own, shared, (0, thread))
+
+    @cute.jit
+    def _score(self, own: cutlass.Constexpr, shared: cutlass.Constexpr, place: cutlass.Constexpr):
         """Issue the scores of a block, part after part as they come."""
-        stage, turn = self._turn(index)
+        index, stage = place
+        turn = index // LATENT_STAGES % 2
         for part in cutlass.range_constexpr(LATENT_PARTS):
             cute.arch.mbarrier_wait(shared.full + (stage * LATENT_PARTS + part), turn)
             cute.arch.fence_view_async_shared()
@@ -290,32 +317,35 @@ class MlaDecodeSm90(Latent):
     def _weigh(
         self, own: cutlass.Constexpr, work: cutlass.Constexpr, shared: cutlass.Constexpr, place: cutlass.Constexpr
     ):  # fmt: skip
-        """Exponentials of a block's scores to shared memory, and what sums so far are to be multiplied by."""
-        index, (group, thread) = place
-        stage, block = index % LATENT_STAGES, work.begin + index
+        """Exponentiate a block's scores; returns what sums so far are to be multiplied by."""
+        index, stage, thread = place
+        block = work.begin + index
         whole = (block + 1) * MMA_M <= work.keys - (self.queries - 1)
         for warp in cutlass.range_constexpr(WARPGROUP // WARP):
             whole = whole & (shared.whole[warp, stage] != 0)
-        lane, row = thread % WARP, first_row(thread)
         if not whole:
-            self._hide(own.rS, work, shared.there, (block, stage, row, lane))
+            self._hide(own.rS, work, shared.there, (block, stage, first_row(thread), thread % WARP))
         factors = self.softmax.add(own.rS, own.rMax, own.rSum)
-        rP = cute.make_rmem_tensor_like(own.rS, self.dtype)
-        store_packed(own.rS, rP)
-        if index > 0:
-            # The other warpgroup has read the weights before these.
-            cute.arch.barrier(barrier_id=READ + (index - 1) % 2, number_of_threads=GROUPS * WARPGROUP)
+        store_packed(own.rS, own.rP)
+        return factors
+
+    @cute.jit
+    def _lay_weights(self, own: cutlass.Constexpr, shared: cutlass.Constexpr, at: cutlass.Constexpr, factors):
+        """Lay weights into shared memory, and what sums so far are to be multiplied by, for the other warpgroup."""
+        group, thread = at
+        lane, row = thread % WARP, first_row(thread)
         for r in cutlass.range_constexpr(2):
             if lane % 4 == 0:
-                shared.largest[row + 8 * r] = own.rMax[r]
-                shared.factors[row + 8 * r] = factors[r]
+                shared.largest[row + 8 * r, group] = own.rMax[r]
+                shared.factors[row + 8 * r, group] = factors[r]
+        # All warps have read the other warpgroup's weights.
+        cute.arch.barrier(barrier_id=OWN + group, number_of_threads=WARPGROUP)
         atom = hopper.get_smem_store_op(LayoutEnum.ROW_MAJOR, self.dtype, Float32)
         copy = cute.make_tiled_copy_C(atom, own.mma_scores).get_slice(thread)
+        rP = cute.make_tensor(own.rP.iterator, own.rS.layout)
         cute.copy(copy, copy.retile(rP), copy.partition_D(shared.weights)[None, None, None, 0])
         cute.arch.fence_view_async_shared()
-        cute.arch.barrier(barrier_id=OWN + group, number_of_threads=WARPGROUP)
-        cute.arch.barrier_arrive(barrier_id=READY + index % 2, number_of_threads=GROUPS * WARPGROUP)
-        self.softmax.rescale(own.rO, factors)
+        cute.arch.barrier_arrive(barrier_id=READY + group, number_of_threads=GROUPS * WARPGROUP)
 
     @cute.jit
     def _hide(self, rS, work: cutlass.Constexpr, there, place: cutlass.Constexpr):
@@ -330,37 +360,33 @@ class MlaDecodeSm90(Latent):
                 scores[r, c] = cutlass.select_(seen, scores[r, c], -Float32.inf)
 
     @cute.jit
-    def _add_own(self, own: cutlass.Constexpr, shared: cutlass.Constexpr, place: cutlass.Constexpr):
+    def _add_own(self, own: cutlass.Constexpr, shared: cutlass.Constexpr, at: cutlass.Constexpr, factors):
         """Add the weighted values of a block of this warpgroup."""
-        index, count, (_, thread) = place
-        self._add(own, index)
+        group, thread = at
+        self.softmax.rescale_grown(own.rO, factors)
+        multiply_weights(own.mma_own, own.rP, own.values, own.rO, group)
         warpgroup.wait_group(0)
-        self._release(shared, index, thread)
-        if index + 1 < count:
-            cute.arch.barrier_arrive(barrier_id=READ + index % 2, number_of_threads=GROUPS * WARPGROUP)
+        self._release(shared, group, thread)
 
     @cute.jit
-    def _begin_other(self, own: cutlass.Constexpr, shared: cutlass.Constexpr, place: cutlass.Constexpr):
-        """Issue the weighted values of a block of the other warpgroup, once it has the weights."""
-        index, (_, thread) = place
-        cute.arch.barrier(barrier_id=READY + index % 2, number_of_threads=GROUPS * WARPGROUP)
-        factors = cute.make_rmem_tensor(2, Float32)
-        row = first_row(thread)
+    def _add_other(self, own: cutlass.Constexpr, shared: cutlass.Constexpr, at: cutlass.Constexpr):
+        """Add the weighted values of a block of the other warpgroup, once it has the weights."""
+        group, thread = at
+        cute.arch.barrier(barrier_id=READY + group, number_of_threads=GROUPS * WARPGROUP)
+        factors, row = cute.make_rmem_tensor(2, Float32), first_row(thread)
         for r in cutlass.range_constexpr(2):
-            factors[r], own.rMax[r] = shared.factors[row + 8 * r], shared.largest[row + 8 * r]
+            factors[r], own.rMax[r] = shared.factors[row + 8 * r, group], shared.largest[row + 8 * r, group]
             own.rSum[r] = own.rSum[r] * factors[r]
-        self.softmax.rescale(own.rO, factors)
-        self._add(own, index)
-
-    def _add(self, own, index):
-        """Issue the weighted values of a block."""
-        multiply(own.mma_values, (own.weights, own.values), own.rO, (0, index % LATENT_STAGES))
+        self.softmax.rescale_grown(own.rO, factors)
+        multiply(own.mma_other, (own.weights, own.values), own.rO, (0, group))
+        warpgroup.wait_group(0)
+        self._release(shared, group, thread)
 
     @cute.jit
-    def _release(self, shared: cutlass.Constexpr, index, thread):
-        """Let the stage of a block be filled again, once both warpgroups have."""
+    def _release(self, shared: cutlass.Constexpr, stage, thread):
+        """Let a stage be filled again, once both warpgroups have."""
         if thread % WARP == 0:
-            cute.arch.mbarrier_arrive(shared.empty + index % LATENT_STAGES)
+            cute.arch.mbarrier_arrive(shared.empty + stage)
 
     @cute.jit
     def _finish(

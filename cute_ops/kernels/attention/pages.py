@@ -52,10 +52,14 @@ def next_place(keys, index, slot):
     """The place in the warp's next tile, without a division, which a tile would wait for."""
     if not keys.paged:
         return index, slot
-    slot = slot + keys.step % keys.page_size
-    over = slot >= keys.page_size
-    index = index + keys.step // keys.page_size + cutlass.select_(over, Int32(1), Int32(0))
-    return index, cutlass.select_(over, slot - keys.page_size, slot)
+    return step_on(index, slot, keys.step, keys.page_size)
+
+
+def step_on(index, slot, step, size):
+    """The place so many keys behind one, in pages of a size."""
+    slot = slot + step % size
+    over = slot >= size
+    return index + step // size + cutlass.select_(over, Int32(1), Int32(0)), cutlass.select_(over, slot - size, slot)
 
 
 @cute.jit
