@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.pipeline import PipelineUserType, make_pipeline_state, pipeline_init_arrive, pipeline_init_wait
 from cutlass.tensor_utils import LayoutEnum
@@ -11,9 +11,12 @@ from cutlass.utils import hopper_helpers as hopper
 from cute_ops.kernels.attention.bwd_keys_sm90 import KeysBackward
 from cute_ops.kernels.attention.bwd_queries_sm90 import READ, store_rows
 from cute_ops.kernels.attention.products import (
+    keep_rows,
+    mma_of_kept,
     mma_of_scores,
     mma_of_weights,
     multiply,
+    multiply_kept,
     multiply_weights,
     tma_copies,
 )
@@ -50,6 +53,13 @@ class OnePassBackward(SumsOfQueries, KeysBackward):
 
     chunks = CHUNKS
 
+    @property
+    def keeps(self):
+        """Whether keys and values stay in registers as first operands, which short heads leave room for: out of shared
+        memory products of 64 columns are read as slowly as they are multiplied.
+        """
+        return max(self.d, self.dv) <= MMA_M
+
     @cute.jit
     def launch(
         self, inputs: cutlass.Constexpr, rows: cutlass.Constexpr, gradients: cutlass.Constexpr, mSums,
@@ -58,7 +68,7 @@ class OnePassBackward(SumsOfQueries, KeysBackward):
         mQ, *_ = inputs
         self.dtype = dtype = mQ.element_type
         row, across = LayoutEnum.ROW_MAJOR, OperandMajorMode.MN
-        mma_s = mma_of_scores(dtype, self.tile_q)
+        mma_s = (mma_of_kept if self.keeps else mma_of_scores)(dtype, self.tile_q)
         mma_dk, mma_dv = (mma_of_weights(dtype, width) for width in (self.d, self.dv))
         mma_dq = hopper.make_trivial_tiled_mma(
             dtype, dtype, across, across, Float32, (1, 2, 1), (self.tile_q, self.d // self.consumers)
@@ -174,7 +184,7 @@ class OnePassBackward(SumsOfQueries, KeysBackward):
         tidx = cute.arch.thread_idx()[0] - WARPGROUP
         group = cute.arch.make_warp_uniform(tidx // WARPGROUP)
         first_dq = mma_dq.get_slice(group * WARPGROUP)
-        (tSrK, tSrQ), (tPrV, tPrO), tKrQ, tVrO = self._operands((mma_s, mma_dk, mma_dv), (q, k, v, dout), group)
+        of_scores, of_weights, tKrQ, tVrO = self._operands((mma_s, mma_dk, mma_dv), (q, k, v, dout), group)
         tDrDs = mma_dq.make_fragment_A(first_dq.partition_A(transposed(sDs)))  # (mma, m, n, 1)
         tDrK = mma_dq.make_fragment_B(first_dq.partition_B(transposed(k.s)))  # (mma, d, n, 1)
         rS, rP, rWeights, rDs, rDk, rDv = self._registers((mma_s, mma_dk, mma_dv))
@@ -187,6 +197,11 @@ class OnePassBackward(SumsOfQueries, KeysBackward):
         before = make_pipeline_state(PipelineUserType.Consumer, self.stages)
         ring_k.consumer_wait(one)
         ring_v.consumer_wait(one)
+        if const_expr(self.keeps):
+            of_scores, of_weights = (
+                (keep_rows(mma_s, x.s[None, None, 0], tidx), operands[1])
+                for x, operands in ((k, of_scores), (v, of_weights))
+            )
         running = Boolean(False)
         for i in cutlass.range(sizes.heads_per_kv, unroll=1):
             tile = Tile(keys.block, keys.head * sizes.heads_per_kv + i, keys.batch)
@@ -197,9 +212,9 @@ class OnePassBackward(SumsOfQueries, KeysBackward):
                         tidx, tile, (keys.block * self.tile_k, queries * self.tile_q, self.tile_q), sizes, True
                     )
                     ring_q.consumer_wait(slot)
-                    multiply((mma_first, mma_s), tSrK, tSrQ, rS, (0, slot.index))
+                    self._score((mma_first, mma_s), of_scores, rS, slot)
                     ring_o.consumer_wait(slot)
-                    multiply((mma_first, mma_s), tPrV, tPrO, rP, (0, slot.index))
+                    self._score((mma_first, mma_s), of_weights, rP, slot)
                     of_column = InPairs(self._of_queries(lse, slot, tidx))
                     warpgroup.wait_group(1)
                     if running:
@@ -235,6 +250,13 @@ class OnePassBackward(SumsOfQueries, KeysBackward):
         cute.arch.barrier(barrier_id=READ, number_of_threads=both)
         store_rows(mma_dk, rDk, dk, (tidx, keys, self.scale, self.d), sizes.rows[1])
         store_rows(mma_dv, rDv, dv, (tidx, keys, 1.0, self.dv), sizes.rows[1])
+
+    def _score(self, mmas, operands, rX, slot):
+        """Issue a product of keys, or values, and a slot."""
+        if self.keeps:
+            multiply_kept(mmas, *operands, rX, slot.index)
+        else:
+            multiply(mmas, *operands, rX, (0, slot.index))
 
     def _of_queries(self, x, slot, tidx):
         """Pairs of neighbouring numbers in shared memory: those of a thread's columns, which are queries."""

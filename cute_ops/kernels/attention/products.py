@@ -3,6 +3,7 @@
 import cutlass.cute as cute
 from cutlass import Float32
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.nvgpu.warp import LdMatrix8x8x16bOp
 from cutlass.utils import hopper_helpers as hopper
 
 from cute_ops.kernels.tensor_core.sizes import MMA_M
@@ -12,6 +13,14 @@ def mma_of_scores(dtype, columns, warpgroups=2):
     """Of 64 rows a warpgroup and so many columns; both operands lie in shared memory, by rows."""
     by_rows = OperandMajorMode.K
     return hopper.make_trivial_tiled_mma(dtype, dtype, by_rows, by_rows, Float32, (warpgroups, 1, 1), (MMA_M, columns))
+
+
+def mma_of_kept(dtype, columns, warpgroups=2):
+    """What :func:`mma_of_scores` makes, with the first operand in registers."""
+    by_rows, kept = OperandMajorMode.K, warpgroup.OperandSource.RMEM
+    return hopper.make_trivial_tiled_mma(
+        dtype, dtype, by_rows, by_rows, Float32, (warpgroups, 1, 1), (MMA_M, columns), kept
+    )
 
 
 def mma_of_weights(dtype, width, warpgroups=2):
@@ -39,6 +48,23 @@ def multiply(mmas, tXrA, tXrB, rX, stages):
     warpgroup.fence()
     for k in range(cute.size(tXrA, mode=[2])):
         cute.gemm(mmas[k > 0], rX, tXrA[None, None, k, stages[0]], tXrB[None, None, k, stages[1]], rX)
+    warpgroup.commit_group()
+
+
+def keep_rows(mma, sX, tidx):
+    """A thread's registers of the first operand of products, (mma, m, k), out of shared memory, (rows, k)."""
+    rX = cute.make_rmem_tensor(mma.partition_shape_A(sX.shape), sX.element_type)
+    reader = cute.make_tiled_copy_A(cute.make_copy_atom(LdMatrix8x8x16bOp(False, 4), sX.element_type), mma)
+    reader = reader.get_slice(tidx)
+    cute.copy(reader, reader.partition_S(sX), reader.retile(rX))
+    return rX
+
+
+def multiply_kept(mmas, rA, tXrB, rX, stage):
+    """Issue a product of registers and shared memory, which overwrites what was there."""
+    warpgroup.fence()
+    for k in range(cute.size(rA, mode=[2])):
+        cute.gemm(mmas[k > 0], rX, rA[None, None, k], tXrB[None, None, k, stage], rX)
     warpgroup.commit_group()
 
 
