@@ -25,6 +25,8 @@ ARITHMETIC: dict[str, Callable[..., np.ndarray]] = {
     "div": lambda a, b: np.trunc(a / b).astype(np.int64), "rem": np.fmod, "min": np.minimum, "max": np.maximum,
     "prmt": lambda a, b, selector: permuted(a, b, selector),
     "popc": lambda a: np.bitwise_count(a.astype(np.uint32)).astype(np.int64),
+    # Of two halves with the lower two bytes.
+    "dp2a": lambda a, b, c: c + (a & 0xFFFF) * (b & 0xFF) + (a >> 16 & 0xFFFF) * (b >> 8 & 0xFF),
 }  # fmt: skip
 
 
@@ -49,14 +51,21 @@ FLOATS: dict[str, Callable[..., np.ndarray]] = {
 }  # fmt: skip
 
 
+UNWRITTEN = "0xA5A5A5A5"
+
+
 class Registers(dict[str, np.ndarray]):
-    """Bits by name; what is no register is a number, the same in all threads."""
+    """Bits by name; what is no register is a number, the same in all threads. Registers that were not written have bits
+    that nothing expects: LLVM reads some, whose bytes it leaves out later.
+    """
 
     def __init__(self, threads: int) -> None:
         super().__init__()
         self.threads = threads
 
     def __missing__(self, name: str) -> np.ndarray:
+        if name.startswith("%"):
+            name = UNWRITTEN
         value = int(name[2:], 16) if name.startswith("0f") else int(name.rstrip("U"), 0)
         return self.setdefault(name, np.full(self.threads, value, np.int64))
 
