@@ -106,7 +106,7 @@ LATENT = (
     # By warpgroups.
     Decoding((70, 0), 1, 1, 5, 192, 128, 3, 72, attrs={"scale": 0.1, "rank": 128}, holes=True),
     Decoding((300, 33), 2, 1, 64, 192, 128, 64, 320, "float16", {"scale": 0.1, "rank": 128}),
-    Decoding((66,), 1, 1, 8, 576, 512, 0, 70, attrs={"scale": 0.1, "rank": 512}),
+    Decoding((66,), 1, 1, 33, 576, 512, 0, 70, attrs={"scale": 0.1, "rank": 512}),
     Decoding((1200,), 1, 1, 4, 320, 256, 0, 1210, attrs={"scale": 0.1, "rank": 256, "batch_invariant": True}),
 )
 

@@ -275,8 +275,9 @@ class MlaDecodeSm90(Latent):
         count = work.end - work.begin
         for index in cutlass.range(0, count, GROUPS, unroll=1):
             self._score(own, shared, (index, 0))
+            whole = self._is_whole(work, shared, index, 0)
             warpgroup.wait_group(0)
-            factors = self._weigh(own, work, shared, (index, 0, thread))
+            factors = self._weigh(own, work, shared, (index, 0, thread), whole)
             self._lay_weights(own, shared, (0, thread), factors)
             self._add_own(own, shared, (0, thread), factors)
             if index + 1 < count:
@@ -290,8 +291,9 @@ class MlaDecodeSm90(Latent):
         for index in cutlass.range(1, count, GROUPS, unroll=1):
             self._add_other(own, shared, (0, thread))
             self._score(own, shared, (index, 1))
+            whole = self._is_whole(work, shared, index, 1)
             warpgroup.wait_group(0)
-            factors = self._weigh(own, work, shared, (index, 1, thread))
+            factors = self._weigh(own, work, shared, (index, 1, thread), whole)
             self._lay_weights(own, shared, (1, thread), factors)
             self._add_own(own, shared, (1, thread), factors)
         if count % GROUPS == 1:
@@ -313,18 +315,23 @@ class MlaDecodeSm90(Latent):
                 cute.gemm(mma, own.rS, own.q[None, None, k, 0], own.k[None, None, k, stage], own.rS)
         warpgroup.commit_group()
 
+    def _is_whole(self, work, shared, index, stage):
+        """Whether all queries attend to all keys of a block."""
+        whole = (work.begin + index + 1) * MMA_M <= work.keys - (self.queries - 1)
+        for warp in range(WARPGROUP // WARP):
+            whole = whole & (shared.whole[warp, stage] != 0)
+        return whole
+
     @cute.jit
     def _weigh(
-        self, own: cutlass.Constexpr, work: cutlass.Constexpr, shared: cutlass.Constexpr, place: cutlass.Constexpr
+        self, own: cutlass.Constexpr, work: cutlass.Constexpr, shared: cutlass.Constexpr, place: cutlass.Constexpr,
+        whole,
     ):  # fmt: skip
         """Exponentiate a block's scores; returns what sums so far are to be multiplied by."""
         index, stage, thread = place
-        block = work.begin + index
-        whole = (block + 1) * MMA_M <= work.keys - (self.queries - 1)
-        for warp in cutlass.range_constexpr(WARPGROUP // WARP):
-            whole = whole & (shared.whole[warp, stage] != 0)
         if not whole:
-            self._hide(own.rS, work, shared.there, (block, stage, first_row(thread), thread % WARP))
+            at = work.begin + index, stage, first_row(thread), thread % WARP
+            self._hide(own.rS, work, shared.there, at)
         factors = self.softmax.add(own.rS, own.rMax, own.rSum)
         store_packed(own.rS, own.rP)
         return factors
