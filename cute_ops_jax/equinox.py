@@ -93,6 +93,13 @@ class LayerNorm(Layered, eqx.Module):
         return self._run(x)
 
 
+class AddLayerNorm(LayerNorm):
+    """:func:`cute_ops_jax.add_layernorm` with a learned weight and bias: ``(x, residual) -> (out, residual_out)``."""
+
+    def __call__(self, x: Array, residual: Array, *, key: Any = None) -> tuple[Array, Array]:  # type: ignore[override]
+        return self._run(x, residual)
+
+
 class DropoutAddRMSNorm(Layered, eqx.Module):
     """:func:`cute_ops_jax.dropout_add_rmsnorm` with a learned weight: ``(x, residual) -> (out, residual_out)``.
 
@@ -239,6 +246,42 @@ class QKNormRope(Layered, eqx.Module):
 
     def __call__(self, q: Array, k: Array, cos: Array, sin: Array) -> tuple[Array, Array]:
         return self._run(q, k, cos, sin)
+
+
+class CausalConv1d(Layered, eqx.Module):
+    """:func:`cute_ops_jax.causal_conv1d` with learned taps: ``(x[, initial_state]) -> (out, final_state)``.
+
+    Args:
+        channels: the size of the last dim.
+        width: taps of each channel: 2, 3 or 4.
+        activation: ``"silu"`` or ``"none"``.
+        use_bias: learn a bias.
+        dtype: of the parameters; it need not be that of the input.
+    """
+
+    weight: Array
+    bias: Array | None
+    activation: str = eqx.field(static=True)
+
+    @suggesting
+    def __init__(
+        self, channels: int, width: int = 4, activation: str = "none", use_bias: bool = False, dtype: Any = jnp.float32
+    ) -> None:
+        self.weight, self.activation = jnp.ones((channels, width), dtype), activation
+        self.bias = jnp.zeros(channels, dtype) if use_bias else None
+
+    def __call__(self, x: Array, initial_state: Array | None = None, *, key: Any = None) -> Any:
+        return self._run(x, initial_state)
+
+
+class CausalConv1dChannelsFirst(CausalConv1d):
+    """:func:`cute_ops_jax.causal_conv1d_channels_first` with learned taps, as :class:`CausalConv1d`, of channels before
+    positions: ``(x[, seq_idx]) -> out``.
+    """
+
+    def __call__(self, x: Array, seq_idx: Array | None = None, *, key: Any = None) -> Array:
+        found: Array = self._run(x, seq_idx)
+        return found
 
 
 class Attention(Layered, eqx.Module):

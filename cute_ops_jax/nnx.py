@@ -154,6 +154,13 @@ class LayerNorm(_Layer, nnx.Module):
         return self._run(x)
 
 
+class AddLayerNorm(LayerNorm):
+    """:func:`cute_ops_jax.add_layernorm` with a learned scale and bias: ``(x, residual) -> (out, residual_out)``."""
+
+    def __call__(self, x: Array, residual: Array) -> tuple[Array, Array]:  # type: ignore[override]
+        return self._run(x, residual)
+
+
 class DropoutAddRMSNorm(_Layer, nnx.Module):
     """:func:`cute_ops_jax.dropout_add_rmsnorm` with a learned scale: ``(x, residual) -> (out, residual_out)``.
 
@@ -297,6 +304,41 @@ class QKNormRope(_Layer, nnx.Module):
 
     def __call__(self, q: Array, k: Array, cos: Array, sin: Array) -> tuple[Array, Array]:
         return self._run(q, k, cos, sin)
+
+
+class CausalConv1d(_Layer, nnx.Module):
+    """:func:`cute_ops_jax.causal_conv1d` with learned taps: ``(x[, initial_state]) -> (out, final_state)``.
+
+    Args:
+        num_features: channels, the last dim.
+        width: taps of each channel: 2, 3 or 4.
+        activation: ``"silu"`` or ``"none"``.
+        param_dtype: a float dtype; it need not be that of the input.
+        use_bias: learn a bias.
+        scale_init, bias_init: of the taps and the bias.
+        rngs: keys for the initializers.
+    """
+
+    @suggesting
+    def __init__(
+        self, num_features: int, width: int = 4, *, activation: str = "none", param_dtype: Any = jnp.float32,
+        use_bias: bool = False, scale_init: Initializer = ones, bias_init: Initializer = zeros, rngs: nnx.Rngs,
+    ) -> None:  # fmt: skip
+        self.num_features, self.width, self.activation = num_features, width, activation
+        self.scale = _parameter(True, scale_init, (num_features, width), param_dtype, rngs)
+        self.bias = _parameter(use_bias, bias_init, num_features, param_dtype, rngs)
+
+    def __call__(self, x: Array, initial_state: Array | None = None) -> Any:
+        return self._run(x, initial_state)
+
+
+class CausalConv1dChannelsFirst(CausalConv1d):
+    """:func:`cute_ops_jax.causal_conv1d_channels_first` with learned taps, as :class:`CausalConv1d`, of channels before
+    positions: ``(x[, seq_idx]) -> out``.
+    """
+
+    def __call__(self, x: Array, seq_idx: Array | None = None) -> Array:
+        return self._run(x, seq_idx)
 
 
 class Attention(_Layer, nnx.Module):

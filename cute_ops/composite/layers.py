@@ -48,6 +48,7 @@ class Layer(NamedTuple):
 
 
 NORM = {"weight": Learned("n", 1.0), "bias": Learned("n", 0.0)}
+TAPS = {"weight": Learned("n w", 1.0), "bias": Learned("n", 0.0)}
 MATRIX, BIAS = Learned("out_features in_features"), Learned("out_features")
 LINEAR = {"weight": MATRIX, "bias": BIAS}
 UP = {"up.weight": Learned("hidden_features in_features"), "up.bias": Learned("hidden_features")}
@@ -62,6 +63,7 @@ LAYERS = {
     "RMSNorm": _layer("rmsnorm", "x weight bias", NORM, "eps weight_offset"),
     "AddRMSNorm": _layer("add_rmsnorm", "x residual weight bias", NORM, "eps weight_offset"),
     "LayerNorm": _layer("layernorm", "x weight bias", NORM, "eps"),
+    "AddLayerNorm": _layer("add_layernorm", "x residual weight bias", NORM, "eps"),
     "DropoutAddRMSNorm": _layer(
         "dropout_add_rmsnorm", "x residual weight seed", {"weight": Learned("n", 1.0)}, "p eps",
     ),
@@ -78,6 +80,8 @@ LAYERS = {
         "qk_norm_rope", "q k q_weight k_weight cos sin",
         {"q_weight": Learned("head_dim", 1.0), "k_weight": Learned("head_dim", 1.0)}, "eps",
     ),
+    "CausalConv1d": _layer("causal_conv1d", "x weight bias initial_state", TAPS, "activation"),
+    "CausalConv1dChannelsFirst": _layer("causal_conv1d_channels_first", "x weight bias seq_idx", TAPS, "activation"),
     "Linear": _layer("linear", "x weight bias", LINEAR, "epilogue"),
     "RMSNormLinear": _layer(
         "rmsnorm_linear", "x norm_weight weight bias", {"norm_weight": Learned("in_features", 1.0), **LINEAR},

@@ -12,15 +12,18 @@ import pytest
 from cute_ops import mods
 from cute_ops.composite.layers import LAYERS
 
-NORMS, HEADS = ("RMSNorm", "AddRMSNorm", "LayerNorm"), ("HeadRMSNorm", "HeadLayerNorm")
+NORMS, HEADS = ("RMSNorm", "AddRMSNorm", "LayerNorm", "AddLayerNorm"), ("HeadRMSNorm", "HeadLayerNorm")
+CONVOLUTIONS = ("CausalConv1d", "CausalConv1dChannelsFirst")
 DROPOUTS = ("DropoutAddRMSNorm", "DropoutAddLayerNorm")
 LOSSES = ("CrossEntropy", "CrossEntropyMetrics", "CrossEntropyOfSlice", "SoftCrossEntropy", "Divergence")
 LINEAR_LOSSES = ("LinearCrossEntropy", "LinearCrossEntropyMetrics")
 SIZES = {
     "n": 24, "head_dim": 24, "in_features": 24, "out_features": 256, "hidden_features": 40, "heads": 2, "channels": 24,
+    "w": 4,
 }  # fmt: skip
 MADE_OF = {
     **dict.fromkeys((*NORMS, *DROPOUTS, "QKNormRope"), (24,)), **dict.fromkeys(("GatedMLP", "MLP"), (24, 40)),
+    **dict.fromkeys(CONVOLUTIONS, (24, 4)),
     **dict.fromkeys(HEADS, (2, 24)), "GroupNorm": (4, 24), ("flax", "GroupNorm"): (24, 4),
     "QKVRope": (24, 2, 1, 64), "Attention": (2,), **dict.fromkeys(LOSSES, ()),
     ("torch", "LinearCrossEntropyMetrics"): (256, 24),
@@ -28,12 +31,14 @@ MADE_OF = {
 GIVEN = {
     "x": (3, 24), "residual": (3, 24), "q": (3, 2, 24), "k": (3, 1, 24), "cos": (3, 12), "sin": (3, 12),
     ("QKVRope", "cos"): (3, 32), ("QKVRope", "sin"): (3, 32), ("LinearAddRMSNorm", "residual"): (3, 256),
+    ("CausalConv1d", "x"): (3, 5, 24), ("CausalConv1dChannelsFirst", "x"): (3, 24, 5), "initial_state": (3, 3, 24),
     **{(name, "x"): (3, 2, 24) for name in HEADS}, ("GroupNorm", "x"): (3, 24, 24),
     **{("Attention", x): (1, 5, h, 32) for x, h in (("q", 2), ("k", 1), ("v", 1))},
     **dict.fromkeys(("logits", "hidden", "student", "teacher", ("SoftCrossEntropy", "target")), (3, 24)),
     "lse_partial": (3,), ("CrossEntropyMetrics", "weight"): (24,), "class_weight": (256,),
 }  # fmt: skip
-INTEGERS = {"seed": np.array(5, np.int32), "target": np.array([7, -100, 0], np.int32)}
+INTEGERS = {"seed": np.array(5, np.int32), "target": np.array([7, -100, 0], np.int32),
+            "seq_idx": np.array([[0, 0, 1, 1, 1]] * 3, np.int32)}  # fmt: skip
 
 
 class Torch:
@@ -43,7 +48,9 @@ class Torch:
 
     @property
     def flags(self) -> dict[str, dict[str, Any]]:
-        return {name: {"bias": True} for name in ("RMSNorm", "AddRMSNorm", *LINEAR_LOSSES)}
+        return {
+            name: {"bias": True} for name in ("RMSNorm", "AddRMSNorm", "AddLayerNorm", *CONVOLUTIONS, *LINEAR_LOSSES)
+        }
 
     def read(self, module: Any, name: str) -> Any:
         if name == "halves" and not hasattr(module, name):
@@ -70,8 +77,8 @@ class Equinox:
     @property
     def flags(self) -> dict[str, dict[str, Any]]:
         key = importlib.import_module("jax").random.key(0)
-        keyless = (*NORMS, *HEADS, *DROPOUTS, *LOSSES, "GroupNorm", "QKNormRope", "Attention")
-        biased = {name: {"use_bias": True} for name in LINEAR_LOSSES}
+        keyless = (*NORMS, *HEADS, *DROPOUTS, *LOSSES, *CONVOLUTIONS, "GroupNorm", "QKNormRope", "Attention")
+        biased = {name: {"use_bias": True} for name in (*LINEAR_LOSSES, *CONVOLUTIONS)}
         return {name: {**({} if name in keyless else {"key": key}), **biased.get(name, {})} for name in LAYERS}
 
     def read(self, module: Any, name: str) -> Any:
@@ -108,7 +115,7 @@ class Nnx(Equinox):
     @property
     def flags(self) -> dict[str, dict[str, Any]]:
         rngs = importlib.import_module("flax.nnx").Rngs(0)
-        biased = {name: {"use_bias": True} for name in (*NORMS, *LINEAR_LOSSES)}
+        biased = {name: {"use_bias": True} for name in (*NORMS, *LINEAR_LOSSES, *CONVOLUTIONS)}
         return {name: {"rngs": rngs, **biased.get(name, {})} for name in LAYERS if name not in LOSSES}
 
     def read(self, module: Any, name: str) -> Any:
