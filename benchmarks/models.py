@@ -13,13 +13,15 @@ from cute_ops.composite.rope_at import rope_at
 from cute_ops.declaration.op import Op
 from cute_ops.ops.conv.channels_first import causal_conv1d_channels_first
 from cute_ops.ops.norm.add_layernorm import add_layernorm
+from cute_ops.ops.norm.dropout_add_norm import dropout_add_layernorm, dropout_add_rmsnorm
 from cute_ops.ops.norm.head_norm import head_layernorm, head_rmsnorm
 from cute_ops.ops.norm.l2norm import l2norm
+from cute_ops.ops.optim.adamw_stochastic import adamw_stochastic
 from cute_ops.ops.quantize.scaled_fp8 import scaled_fp8
-from cute_ops.ops.reduction.cross_entropy_metrics import cross_entropy_metrics
+from cute_ops.ops.reduction.cross_entropy_metrics import cross_entropy_metrics, cross_entropy_of_slice
 from cute_ops.ops.reduction.divergence import divergence
 from cute_ops.ops.reduction.soft_cross_entropy import soft_cross_entropy
-from cute_ops.ops.rotary.rope import rope_packed
+from cute_ops.ops.rotary.rope import rope_fp8, rope_packed
 from cute_ops.ops.routing.permute import permute_tokens, unpermute_tokens
 from cute_ops.ops.routing.route import route
 from cute_ops.ops.routing.topk import topk
@@ -27,7 +29,8 @@ from cute_ops.ops.routing.topk import topk
 OPS: tuple[Op, ...] = (
     topk, route, permute_tokens, unpermute_tokens, l2norm, rope_at, divergence, soft_cross_entropy,
     cross_entropy_metrics, add_layernorm, head_rmsnorm, head_layernorm, group_norm_first, group_norm_last, rope_packed,
-    causal_conv1d_channels_first, scaled_fp8,
+    causal_conv1d_channels_first, scaled_fp8, cross_entropy_of_slice, dropout_add_rmsnorm, dropout_add_layernorm,
+    rope_fp8, adamw_stochastic,
 )  # fmt: skip
 L2_EPS, EPS = 1e-6, 1e-5
 Calls = dict[str, Callable[..., Any]]
@@ -80,6 +83,12 @@ def in_torch(attrs: Mapping[str, Any]) -> Calls:
         lse = wide.logsumexp(-1)
         return loss, lse, wide.gather(-1, target[:, None])[:, 0] - lse, logits.argmax(-1).int()
 
+    def of_slice(logits: torch.Tensor, target: torch.Tensor, others: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        wide = logits.float()
+        lse = torch.logaddexp(wide.logsumexp(-1), others)
+        log_prob = wide.gather(-1, target[:, None])[:, 0] - lse
+        return -log_prob, lse, log_prob, logits.argmax(-1).int()
+
     def add_layernorm(x: torch.Tensor, residual: torch.Tensor, *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
         h = x + residual
         return F.layer_norm(h, h.shape[-1:], *parameters, eps=EPS), h
@@ -109,13 +118,19 @@ def in_torch(attrs: Mapping[str, Any]) -> Calls:
         out = F.conv1d(x, weight[:, None], bias, padding=width - 1, groups=x.shape[1])[..., : x.shape[-1]]
         return F.silu(out) if attrs.get("activation") == "silu" else out
 
+    def rope_fp8(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        c, s = (table[..., None, :].float() for table in (cos, sin))
+        a, b = x[..., : cos.shape[-1]].float(), x[..., cos.shape[-1] :].float()
+        return scaled(torch.cat([a * c - b * s, b * c + a * s], -1), scale)
+
     def scaled(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         return (x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
 
     return {
         "add_layernorm": add_layernorm, "head_rmsnorm": head_rmsnorm, "head_layernorm": head_layernorm,
         "group_norm_first": group_norm, "group_norm_last": group_norm_last, "rope_packed": rope_packed,
-        "causal_conv1d_channels_first": convolved, "scaled_fp8": scaled,
+        "causal_conv1d_channels_first": convolved, "scaled_fp8": scaled, "rope_fp8": rope_fp8,
+        "cross_entropy_of_slice": of_slice,
         "topk": largest, "route": routed, "permute_tokens": permuted, "unpermute_tokens": unpermuted, "l2norm": unit,
         "rope_at": rotated, "divergence": divergences, "soft_cross_entropy": soft, "cross_entropy_metrics": metrics,
     }  # fmt: skip

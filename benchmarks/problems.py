@@ -316,6 +316,11 @@ def packed_heads(rows: int, heads: int, rotated: int, headdim: int, **more: Any)
     return Problem("rope_packed", rows, heads * headdim, lead=(rows,), sizes=sizes, attrs=attrs, **more)
 
 
+def rotated_to_fp8(rows: int, heads: int, headdim: int, **more: Any) -> Problem:
+    sizes = (("h", heads), ("d", headdim), ("r", headdim // 2))
+    return Problem("rope_fp8", rows, heads * headdim, lead=(rows,), sizes=sizes, **more)
+
+
 def convolved(batch: int, channels: int, seqlen: int, width: int = 4, **more: Any) -> Problem:
     sizes, attrs = (("n", channels), ("s", seqlen), ("w", width)), (("activation", "silu"),)
     name = "causal_conv1d_channels_first"
@@ -326,7 +331,8 @@ def convolved(batch: int, channels: int, seqlen: int, width: int = 4, **more: An
 TINY = {
     **{op: normed_heads(op, 6, 3, 16) for op in ("head_rmsnorm", "head_layernorm")},
     **{op: grouped(op, 2, 6, 15, attrs=(("groups", 3),)) for op in ("group_norm_first", "group_norm_last")},
-    "rope_packed": packed_heads(6, 5, 3, 16), "causal_conv1d_channels_first": convolved(2, 6, 33),
+    "rope_fp8": rotated_to_fp8(6, 2, 16), "rope_packed": packed_heads(6, 5, 3, 16),
+    "causal_conv1d_channels_first": convolved(2, 6, 33),
     "permute_tokens": permuted("permute_tokens", 6, 33, 2, 4),
     "unpermute_tokens": permuted("unpermute_tokens", 6, 33, 2),
     "rope_at": rotated_at(6, 2, 16), "topk": _topk(6, 33, 3),
@@ -427,6 +433,13 @@ _PROBLEMS: dict[str, tuple[Problem, ...]] = {
         for op in ("group_norm_first", "group_norm_last")
     },
     "rope_packed": (packed_heads(32768, 48, 40, 128),),
+    "rope_fp8": (rotated_to_fp8(32768, 48, 128),),
+    "cross_entropy_of_slice": (Problem("cross_entropy_of_slice", 8192, 32064),),
+    **{
+        op: (Problem(op, 16384, 4096, attrs=(("p", 0.1),)), Problem(op, 32768, 1024, attrs=(("p", 0.1),)))
+        for op in ("dropout_add_rmsnorm", "dropout_add_layernorm")
+    },
+    "adamw_stochastic": (Problem("adamw_stochastic", 16384, 8192, attrs=(("eps", 0.1),)),),
     "causal_conv1d_channels_first": (convolved(8, 5376, 4096), convolved(8, 2048, 4096)),
     "scaled_fp8": (Problem("scaled_fp8", 16384, 4096), Problem("scaled_fp8", 16384, 14336)),
     "rope_bwd_joined": (_qk("rope_bwd_joined", 4, 4096, 32, 8), _qk("rope_bwd_joined", 4, 4096, 32, 8, 64)),

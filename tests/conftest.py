@@ -68,6 +68,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
 
 from cute_ops import FLOATS, Op, Program, Tensor  # noqa: E402
 from cute_ops.autotune import dispatch  # noqa: E402
+from cute_ops.composite.models import MODELS  # noqa: E402
 from cute_ops.jit import target  # noqa: E402
 from cute_ops.ops import OPS, PRODUCTS  # noqa: E402
 from cute_ops.ops.attention import config as attention  # noqa: E402
@@ -257,7 +258,7 @@ class Features:
         cells = {**known, **{cell: "not run" for cell in self.seen if known.get(cell, "-") == "-"}}
         cells |= {cell: "yes" if passed else "**no**" for cell, passed in self.passed.items()}
         texts = TABLE.split(self.page.read_text(encoding="utf-8"))
-        for place, every in enumerate(([op.name for op in OPS], PRODUCT_NAMES)):
+        for place, every in enumerate(([op.name for op in OPS], PRODUCT_NAMES, [op.name for op in MODELS])):
             columns = {op for _, op in cells}.intersection(every)
             ops, rows = [op for op in every if op in columns], dict.fromkeys(row for row, op in cells if op in columns)
             lines = [f"| | {' | '.join(f'`{op}`' for op in ops)} |", f"|---|{'---|' * len(ops)}"]
@@ -267,6 +268,8 @@ class Features:
 
     def _cells(self, item: Any) -> list[tuple[str, str]]:
         params = getattr(getattr(item, "callspec", None), "params", {})
+        if params.get("adapter", self.page.name).split()[0] not in self.page.name:  # of the other framework
+            return []
         subject = next(
             (
                 params[name]

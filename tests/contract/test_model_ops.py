@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import re
 import zlib
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +25,8 @@ from tests.contract.adapters import Adapter, as_tuple
 PAIRS = [(op, case) for op in MODELS if not op.program for case in op.cases]
 SMALL = [(op, case) for op, case in PAIRS if testing.elements(case) <= 40_000]
 DTYPES = ("float32", "bfloat16", "float16")
+# Ops whose numbers say where sequences begin: there are none without rows.
+NAME_ROWS = {"causal_conv1d_packed", "causal_conv1d_states"}
 
 
 def dtype_of(op: Op, case: Case) -> str:
@@ -34,6 +40,7 @@ def floats(op: Op, outputs: Any) -> tuple[Any, ...]:
     return tuple(a for name, a in named if a is not None and "int" not in op.outputs[name].dtype)
 
 
+@pytest.mark.feature("values of every case against float64")
 @pytest.mark.drawn(0.4)
 @pytest.mark.on_gpus
 @pytest.mark.parametrize(("op", "case"), PAIRS, ids=lambda v: v.name)
@@ -42,6 +49,7 @@ def test_values(adapter: Adapter, op: Op, case: Case) -> None:
     testing.check(op, arrays, attrs, adapter.run(op, arrays, attrs))
 
 
+@pytest.mark.feature("gradients of every case against float64")
 @pytest.mark.drawn(0.35)
 @pytest.mark.on_gpus
 @pytest.mark.parametrize(("op", "case"), [(op, case) for op, case in SMALL if op.grad], ids=lambda v: v.name)
@@ -78,8 +86,9 @@ def test_the_gradient_is_that_of_the_reference(op: Op, case: Case) -> None:
     gradient.check(op, testing.small(case, op=op))
 
 
+@pytest.mark.feature("compiled in one graph, abstract, under vmap")
 @pytest.mark.drawn(0.4)
-@pytest.mark.parametrize("op", [op for op in MODELS if not op.program], ids=lambda op: op.name)
+@pytest.mark.parametrize("op", MODELS, ids=lambda op: op.name)
 def test_programs_and_batches(adapter: Adapter, op: Op) -> None:
     """Compiled, abstract and under vmap, a call is what it is."""
     torch._dynamo.reset()  # all ops compile one function
@@ -107,6 +116,32 @@ def test_programs_and_batches(adapter: Adapter, op: Op) -> None:
         np.testing.assert_allclose(
             adapter.numpy(found).astype(np.float64), expected.astype(np.float64), rtol=1e-5, atol=1e-5
         )
+
+
+@pytest.mark.feature("zero rows, and their gradients")
+@pytest.mark.parametrize("op", [op for op in MODELS if op.name not in NAME_ROWS], ids=lambda op: op.name)
+def test_no_rows(adapter: Adapter, op: Op) -> None:
+    """Outputs without elements; what rows share has a gradient of zeros."""
+    case = op.cases[0]
+    rows = "r" if op.name == "unpermute_tokens" else next(t.rows or t.dims[0].name for t in op.inputs.values())
+    case = case._replace(dims={**case.dims, rows: (0,) if isinstance(case.dims[rows], tuple) else 0})
+    arrays, attrs = testing.inputs(op, case, "float32"), testing.attributes(op, case)
+    names = [name for name in op.differentiable if arrays[name] is not None] if op.grad else []
+    function, fixed = testing.plain(op, adapter.register(op)), {}
+    for name, a in arrays.items():
+        if name not in names:
+            fixed[name] = None if a is None else adapter.array(a)
+    if not names:
+        assert all(not a.shape[0] for a in map(adapter.numpy, as_tuple(function(**fixed, **attrs))) if a.ndim)
+        return
+    values, slopes = adapter.value_and_gradients(
+        lambda *given: floats(op, function(**fixed, **dict(zip(names, given, strict=True)), **attrs)),
+        [adapter.array(arrays[name]) for name in names],
+    )
+    assert all(not a.size or not a.any() or op.name == "route" for a in values)
+    for name, slope in zip(names, slopes, strict=True):
+        assert slope.shape == arrays[name].shape  # type: ignore[union-attr]
+        assert not np.nan_to_num(slope).any()
 
 
 # --- losses ----------------------------------------------------------------------------------------------------------
@@ -276,3 +311,36 @@ def test_what_losses_refuse(adapter: Adapter, call: Any, text: str) -> None:
     x, target = adapter.array(np.ones((3, 5), np.float32)), adapter.array(np.zeros(3, np.int32))
     with pytest.raises(ValueError, match=text.replace("[", r"\[")):
         call(adapter.ours, x, target)
+
+
+# --- what every op of models has -------------------------------------------------------------------------------------
+
+ROOT = Path(__file__).parents[2]
+# Benchmarks of their own, and ops whose sequences no random numbers say.
+NOT_IN_THE_GRID = {"linear_cross_entropy_metrics", "causal_conv1d_packed", "causal_conv1d_states"}
+# Ops that are no layers: on the tokens of all sequences, and the step of an optimizer.
+NO_LAYER = {
+    "permute_tokens", "unpermute_tokens", "causal_conv1d_packed", "causal_conv1d_states", "rope_at", "adamw_stochastic",
+}  # fmt: skip
+
+
+def columns(page: str) -> set[str]:
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8").partition("## Models and their trainers")[2]
+    return set(re.findall(r"`(\w+)` \|", text))
+
+
+@pytest.mark.parametrize("op", MODELS, ids=lambda op: op.name)
+def test_every_op_has_a_benchmark_modules_rows_and_cases(op: Op) -> None:
+    for name in ("torch", "jax"):
+        assert op.name in columns(f"features_{name}.md"), f"features_{name}.md: run what it says above its last table"
+    grid = (ROOT / "benchmarks" / "problems.py").read_text(encoding="utf-8")
+    assert (f'"{op.name}"' in grid) != (op.name in NOT_IN_THE_GRID)
+    assert op.cases
+    assert op.program or op.reference
+    nn = importlib.import_module("cute_ops_torch.nn")
+    made = nn.class_name(op)
+    assert (made in nn.__all__) != (op.name in NO_LAYER)
+    learns = op.name not in NO_LAYER and any(not t.rows and t.dims for t in op.inputs.values())
+    for library in ("nnx", "equinox") if learns else ():  # what learns nothing is a function there
+        if importlib.util.find_spec("flax" if library == "nnx" else library):
+            assert hasattr(importlib.import_module(f"cute_ops_jax.{library}"), made), library

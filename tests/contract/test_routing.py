@@ -168,3 +168,23 @@ def test_the_balance_of_weighted_tokens(adapter: Adapter, number: int) -> None:
     term = (p * n * load * own[:, None] / own.sum()).detach().numpy().max()
     limit = 8 * max(EPS[kind.name] * np.abs(exact).max(), 4 * EPS["float32"] * term)
     assert np.abs(slope.astype(np.float64) - exact).max() <= limit
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_rows_of_experts_that_no_token_has(adapter: Adapter, weighted: bool) -> None:
+    """Padded experts: the gradient of these rows is zero, whatever they hold."""
+    rng = np.random.default_rng(3)
+    for tokens, each, rows in ((5, 2, 14), (0, 2, 7), (1, 1, 3), (4, 3, 12)):
+        y, slope = (rng.standard_normal((n, 6)).astype(np.float32) for n in (rows, tokens))
+        place = rng.permutation(rows)[: tokens * each].reshape(tokens, each).astype(np.int32)
+        weights = rng.random((tokens, each)).astype(np.float32)
+        share = weights if weighted else np.ones_like(weights)
+        y[np.setdiff1d(np.arange(rows), place)] = np.nan
+        expected, wanted = (y[place] * share[..., None]).sum(1), np.zeros_like(y)
+        wanted[place.reshape(-1)] = (slope[:, None] * share[..., None]).reshape(-1, 6)
+        places, of = adapter.array(place), adapter.array(weights) if weighted else None
+        (found,), (dy,) = adapter.value_and_gradients(
+            lambda y, places=places, of=of: adapter.ours.unpermute_tokens(y, places, of), [adapter.array(y)], [slope]
+        )
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(dy, wanted, rtol=1e-5, atol=1e-6)

@@ -19,9 +19,9 @@ def test_the_tables_are_up_to_date() -> None:
         columns.append(re.findall(r"`(\w+)`", head))
         rows.append([[cell.strip() for cell in line.strip("|").split("|")] for line in lines])
     wanted = [[op.name for op in OPS], [product.name for product in PRODUCTS]]
-    assert columns == wanted, "run what the page says at its top"
+    assert columns[:2] == wanted, "run what the page says at its top"
     marks = {m for path in HERE.glob("test_*.py") for m in re.findall(r'mark\.feature\("([^"]+)"\)', path.read_text())}
-    of_ops, of_products = rows
+    of_ops, of_products, _ = rows  # those of models: tests/contract/test_model_ops.py
     assert {first for first, *_ in (*of_ops, *of_products)} == marks
     # A dash where an op has no gradient, which the test is about.
     allowed = [{"yes"} if op.grad else {"yes", "-"} for op in OPS]

@@ -23,7 +23,7 @@ def tables() -> list[tuple[list[str], dict[str, list[str]]]]:
 
 
 def test_the_tables_are_up_to_date() -> None:
-    (ops, features), (products, of_products) = tables()
+    (ops, features), (products, of_products), _ = tables()
     assert ops == [op.name for op in OPS], "run what the page says at its top"
     assert products == [product.name for product in PRODUCTS], "run what the page says at its top"
     marks = {m for path in HERE.glob("test_*.py") for m in re.findall(r'mark\.feature\("([^"]+)"\)', path.read_text())}
@@ -44,6 +44,6 @@ def test_the_tables_are_up_to_date() -> None:
 
 def test_every_product_has_every_feature() -> None:
     """But for those that are shown on a GPU alone."""
-    _, (_, features) = tables()
+    _, (_, features), _ = tables()
     for feature, cells in features.items():
         assert set(cells) <= ({"yes", "not run", "**no**"} if feature.startswith("GPU: ") else {"yes"}), feature

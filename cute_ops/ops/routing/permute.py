@@ -16,8 +16,8 @@ from cute_ops.ops.routing.places import MOST_CLASSES, class_places
 Arrays = Mapping[str, Any]
 Call = Callable[..., Any]
 CASES = (
-    Case("odd-small", {"r": 15, "n": 7, "k": 3}, attrs={"experts": 5}),
-    Case("mixtral-8x7b", {"r": 67, "n": 64, "k": 2}, attrs={"experts": 8}),
+    Case("odd-small", {"r": 15, "n": 7, "k": 3}, {"I": "int32"}, attrs={"experts": 5}),
+    Case("mixtral-8x7b", {"r": 67, "n": 64, "k": 2}, {"I": "int64"}, attrs={"experts": 8}),
 )
 
 
@@ -54,11 +54,22 @@ def _unpermute(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
 
 def _unpermute_bwd(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
     y, place, weights, dout = (inputs[name] for name in ("y", "place", "weights", "dout"))
-    dy = _scattered(call, dout, place, weights)
+    dy = _spread(xp, call, dout, y, place, weights)
     if weights is None:
         return {"dy": dy, "dweights": None}
     dots = call(gathered_dots, {"y": y, "index": place, "dout": dout}, {})["dots"]
     return {"dy": dy, "dweights": xp.cast(dots, weights)}
+
+
+def _spread(xp: Any, call: Call, dout: Any, y: Any, place: Any, weights: Any) -> Any:
+    """Each token's cotangent at its places among the rows of y, zeros at rows that no token has."""
+    count = place.shape[0] * place.shape[1]
+    if y.shape[0] == count:
+        return _scattered(call, dout, place, weights)
+    in_order = xp.whole(xp.offsets(place[:1, :1].reshape(-1) * 0, count)).reshape(place.shape)
+    rows = _scattered(call, dout, in_order, weights)
+    zeros = xp.cast(xp.broadcast_to(xp.number(0.0, y), y.shape), y)
+    return xp.with_rows(zeros, place.reshape(-1), rows)
 
 
 TOKENS, INDEX = Tensor("r n", "T"), Tensor("r k", "I")
@@ -129,7 +140,7 @@ unpermute_tokens = Op(
     ``out[i] = sum_j weights[i, j] * y[place[i, j]]``
 
     Args:
-        y: ``T[t n]``: rows in the order of experts; float32, float16 or bfloat16.
+        y: ``T[t n]``: rows in the order of experts, also more than tokens have places; float32, float16 or bfloat16.
         place: int32 ``[r k]``, as :func:`permute_tokens` gives it.
         weights: ``W[r k]``, a float dtype of its own; ones where None.
 
