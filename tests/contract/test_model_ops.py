@@ -119,6 +119,7 @@ def test_programs_and_batches(adapter: Adapter, op: Op) -> None:
 
 
 @pytest.mark.feature("zero rows, and their gradients")
+@pytest.mark.drawn(0.3)
 @pytest.mark.parametrize("op", [op for op in MODELS if op.name not in NAME_ROWS], ids=lambda op: op.name)
 def test_no_rows(adapter: Adapter, op: Op) -> None:
     """Outputs without elements; what rows share has a gradient of zeros."""
