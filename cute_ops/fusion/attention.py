@@ -24,7 +24,6 @@ from cute_ops.fusion.express import COLUMNS, ONE, Leaf
 from cute_ops.fusion.graph import Graph as Program
 from cute_ops.fusion.graph import Node, Shape
 from cute_ops.fusion.named import positive_number
-from cute_ops.fusion.region import live_nodes
 from cute_ops.fusion.scores import Known, Masks, Scores, places_of, softmax_of
 
 HALVES = ("bfloat16", "float16")  # other dtypes have no kernel
@@ -146,7 +145,7 @@ class _Readers:
 
     def __init__(self, graph: Program, analysis: Analysis) -> None:
         self.scores: dict[Hashable, Scores] = {}
-        self.live, self._plain, self._outputs = set(live_nodes(graph)), analysis.plain, set(graph.outputs)
+        self.live, self._plain, self._outputs = analysis.live, analysis.plain, set(graph.outputs)
 
     def are(self, node: Node, allowed: Collection[Node]) -> bool:
         """Whether nothing else than these nodes reads a value."""

@@ -19,7 +19,6 @@ from cute_ops.fusion.choose import is_whole
 from cute_ops.fusion.graph import Graph, Node, Shape
 from cute_ops.fusion.match import Meaning
 from cute_ops.fusion.named import Named
-from cute_ops.fusion.region import live_nodes
 from cute_ops.ops.activation.maths import activated
 from cute_ops.ops.gemm.mlp_products import ACTIVATIONS
 
@@ -82,7 +81,7 @@ def composites(graph: Graph, analysis: Analysis) -> list[Composite]:
 class _Parts:
     def __init__(self, graph: Graph, analysis: Analysis) -> None:
         self.analysis, self.outputs = analysis, set(graph.outputs)
-        self.live = set(live_nodes(graph))
+        self.live = analysis.live
         self.products = [node for node in graph.nodes if node in self.live and is_linear(node)]
         self.of_root = {root: each for each in analysis.found for root in each.roots}
         self.calls = {each.roots[0]: each.named for each in analysis.calls}

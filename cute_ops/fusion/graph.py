@@ -306,9 +306,8 @@ class Graph:
 
 def _folded(name: str, args: Sequence[Node], shape: Shape) -> float | bool | None:
     """The number that a primitive of constants is; None of another."""
-    numbers = [arg.attr for arg in args if arg.op == "constant"]
-    constant = numbers and len(numbers) == len(args) and name in REFERENCE and shape == ()
-    return fold(name, *numbers) if constant else None
+    constant = shape == () and args and name in REFERENCE and all(arg.op == "constant" for arg in args)
+    return fold(name, *(arg.attr for arg in args)) if constant else None
 
 
 def _is_of_one_hot(x: Node) -> bool:

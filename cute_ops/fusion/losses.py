@@ -18,13 +18,14 @@ from cute_ops.fusion.named import Named, positive_number, uncast
 from cute_ops.fusion.region import VIEWS, Facts, Region, keeps_columns, live_nodes, obstacle, without_ones
 
 _MOST = 40  # nodes of a loss
+_SUMS = ("reduce", "contract")
 _FOLLOW = ("subtract", "add", "negative", "multiply", "divide")
 
 
 def find_losses(graph: Graph, is_linear: Callable[[Node], bool], exact: bool) -> None:
     """Turn the nodes that are losses into calls, in place."""
     for node in list(graph.nodes):
-        if (loss := _of_one_hot(graph, node, exact)) is not None:
+        if node.op in _SUMS and (loss := _of_one_hot(graph, node, exact)) is not None:
             _become(graph, node, loss)
     for pick, call in list(graph.named.items()):
         if call.op == "pick":

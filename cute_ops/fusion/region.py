@@ -84,13 +84,14 @@ def _groups(
 ) -> dict[Node, Region]:
     """The nodes of each region by its leader, and those that something outside of it reads."""
     outputs, groups = set(graph.outputs), dict[Node, Region]()
-    for node in live:
-        if node in soft:
-            group = groups.setdefault(leader(node), Region([], []))
-            group.nodes.append(node)
-            inside = (user for user in node.users if user in level)
-            if node in outputs or any(user not in soft or leader(user) is not leader(node) for user in inside):
-                group.roots.append(node)
+    first = {node: leader(node) for node in live if node in soft}
+    for node, own in first.items():
+        group = groups.get(own)
+        if group is None:
+            group = groups[own] = Region([], [])
+        group.nodes.append(node)
+        if node in outputs or any(first.get(user) is not own for user in node.users if user in level):
+            group.roots.append(node)
     return groups
 
 

@@ -107,16 +107,18 @@ class DynamoFront(Front):
                 return self._write(node, writes)
             if is_random(node) or isinstance(node.target, torch._ops.HigherOrderOperator):
                 self.barriers.append(self.place[node])
-        value = super()._value(node)
-        if isinstance(value, Value) and value.op not in ("constant", "input", "opaque"):
-            if self._now and not any(isinstance(each, Value) for each in self._reads(node)):
-                value = self._opaque(node, made)
-            self._of_mode.setdefault(value, self._now)
-        elif isinstance(value, Value):
-            self._of_mode.setdefault(value, self._now if value.op == "opaque" else 0)
-        if not isinstance(made, (torch.Tensor, tuple, list, torch.SymInt, torch.SymFloat, torch.SymBool, int)):
+        value, is_tensor = super()._value(node), isinstance(made, torch.Tensor)
+        if isinstance(value, Value):
+            if value.op not in ("constant", "input", "opaque"):
+                if self._now and not any(isinstance(each, Value) for each in self._reads(node)):
+                    value = self._opaque(node, made)
+                self._of_mode.setdefault(value, self._now)
+            else:
+                self._of_mode.setdefault(value, self._now if value.op == "opaque" else 0)
+            if is_tensor:
+                self._hold(node, value)
+        if not is_tensor and not isinstance(made, (tuple, list, torch.SymInt, torch.SymFloat, torch.SymBool, int)):
             self._note_effect(node)
-        self._hold(node, value, made)
         return value
 
     def _note_effect(self, node: Node) -> None:
@@ -124,10 +126,9 @@ class DynamoFront(Front):
         self.barriers.append(self.place[node])
         self._effects += [each for each in self._reads(node) if isinstance(each, Value)]
 
-    def _hold(self, node: Node, value: Any, made: Any) -> None:
-        if isinstance(value, Value) and isinstance(made, torch.Tensor):
-            self.holders[value].append(Holder(node, self.place[node]))
-            self._unnoted.append(node)
+    def _hold(self, node: Node, value: Value) -> None:
+        self.holders[value].append(Holder(node, self.place[node]))
+        self._unnoted.append(node)
 
     def _reads(self, node: Node) -> list[Any]:
         return [self.values.get(arg) for arg in node.all_input_nodes]
@@ -181,7 +182,7 @@ class DynamoFront(Front):
             return made
         result = self.graph.opaque("what is written in place", [own], shape_of(made), dtype_of(made))
         self._of_mode[result] = self._now
-        self._hold(node, result, made)
+        self._hold(node, result)
         return result
 
     def _read(self, node: Node) -> Any:
@@ -200,13 +201,15 @@ class DynamoFront(Front):
 
     def _translated(self, node: Node, value: Any) -> Any:
         name = name_of(node.target)
-        both: Any = torch.fx.map_arg((node.args, node.kwargs), self._read)
-        args, kwargs = both
+        kinds: set[type] = set()
+        args: Any = self._arguments(node.args, kinds)
+        kwargs: Any = node.kwargs
+        if kwargs:
+            kwargs = dict(zip(kwargs, self._arguments(kwargs.values(), kinds), strict=True))
         if isinstance(value, (tuple, list)) and name in ("chunk", "split", "tensor_split") and len(args):
             return parts(self.graph, args, kwargs, value)
         if not isinstance(value, torch.Tensor) or not args or self._moves(node, value):
             return None
-        kinds = kinds_of(args) | kinds_of(kwargs.values()) if kwargs else kinds_of(args)
         if _are_some(kinds, (torch.Tensor, Node)):
             return None
         if name not in _TAKES_SIZES and _are_some(kinds, _SYMBOLS):
@@ -221,6 +224,21 @@ class DynamoFront(Front):
         if name in _WITH_DTYPE:
             args, kwargs = _cast_first(self.graph, name, args, kwargs, value)
         return self._of_name(_ATEN.get(name, name), args, kwargs, value)
+
+    def _arguments(self, given: Iterable[Any], kinds: set[type]) -> tuple[Any, ...]:
+        """Arguments with values in place of nodes; the types of others than values and constants are noted."""
+        made = []
+        for each in given:
+            kind = type(each)
+            if kind is Node:
+                each = self._read(each)
+                kind = type(each)
+            elif kind not in _CONSTANTS:
+                each = torch.fx.map_arg(each, self._read)
+            if kind not in _PLAIN:
+                kinds |= kinds_of([each])
+            made.append(each)
+        return tuple(made)
 
 
 def _may_add_epsilon(name: str, value: torch.Tensor) -> bool:
@@ -277,7 +295,8 @@ def kinds_of(given: Iterable[Any]) -> set[type]:
     return found
 
 
-_PLAIN = frozenset((Value, int, float, bool, str, type(None), torch.dtype, torch.device, slice, type(...)))
+_CONSTANTS = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device, type(...)))
+_PLAIN = _CONSTANTS | {Value, slice}
 # Numbers that are not known when the graph is compiled.
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 

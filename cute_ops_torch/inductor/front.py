@@ -122,8 +122,11 @@ class Front:
         several = _SEVERAL.get(name)
         if several is not None:
             return several(self.graph, args, kwargs, value)
-        if not isinstance(value, torch.Tensor) or not args or not all(map(_is_read, args)):
+        if not isinstance(value, torch.Tensor) or not args:
             return None
+        for arg in args:  # a tensor that the graph does not have
+            if type(arg) is not Value and isinstance(arg, torch.Tensor):
+                return None
         shape, dtype = shape_of(value), dtype_of(value)
         if name in _IN_PLACE:  # on a tensor that the graph made, and reads nowhere else
             name = name[:-1]
@@ -138,8 +141,11 @@ class Front:
 
     def of_elements(self, name: str, args: Args, kwargs: Any, shape: Any, dtype: str) -> Value | None:
         """The value of a function of elements; None of another one."""
-        if dtype not in VALUES or any(isinstance(arg, Value) and arg.dtype not in VALUES for arg in args):
+        if dtype not in VALUES:
             return None
+        for arg in args:
+            if type(arg) is Value and arg.dtype not in VALUES:
+                return None
         if name in _PRIMITIVES:
             return self.graph.primitive(_PRIMITIVES[name], [*map(self._operand, args)], shape, dtype)
         elementwise = _ELEMENTWISE.get(name)
@@ -156,11 +162,6 @@ class Front:
 def _may_be_set(node: Node) -> bool:
     """Whether an attribute is a parameter or a buffer of an exported program, which may get other values later."""
     return "val" in node.meta and not str(node.target).startswith(("_tensor_constant", "lifted_tensor"))
-
-
-def _is_read(arg: Any) -> bool:
-    """Whether an argument is no tensor, or one that the graph has."""
-    return isinstance(arg, Value) or not isinstance(arg, torch.Tensor)
 
 
 def _is_fake(value: torch.Tensor) -> bool:
