@@ -7,13 +7,14 @@ from typing import Any
 
 from cute_ops.declaration.array_api import widen
 from cute_ops.declaration.case import Case
-from cute_ops.declaration.config import Tuning
+from cute_ops.declaration.config import Problem, Tuning, vary
 from cute_ops.declaration.op import Op
 from cute_ops.declaration.shapes import FLOATS
 from cute_ops.declaration.split import Sharding
 from cute_ops.declaration.tensor import Tensor
+from cute_ops.kernels.rowwise.config import MapConfig
 from cute_ops.ops.checks import NOT_NEGATIVE, within
-from cute_ops.ops.optim import config
+from cute_ops.ops.rows import CTA_VECTORS, row_of, threads_for
 
 EPS = {"eps": 0.1}
 BETA = (0.0, math.nextafter(1.0, 0.0))
@@ -24,6 +25,19 @@ CASES = (
     Case("wide-parameters", {"m": (33,), "n": 1000}, {"P": "float32", "S": "float32"}, attrs=EPS),
 )
 ROWS = {"param": "P", "grad": "G", "exp_avg": "S", "exp_avg_sq": "S"}
+
+
+def _segments(problem: Problem) -> MapConfig:
+    """One vector of every tensor per thread; a row is cut into as few CTAs as hold it."""
+    if problem.n is None:
+        return MapConfig("elements", 256)
+    row = row_of(problem, tuple(ROWS))
+    segments = -(-row.touched // CTA_VECTORS)
+    share = threads_for(-(-row.touched // segments), 1)
+    return MapConfig("segments", max(128, share), share, align_vectors=row.align_vectors, segments=segments)
+
+
+TUNING = Tuning(_segments, space=vary(threads=(64, 128, 256, 512)))
 
 
 def reference(
@@ -57,7 +71,7 @@ adamw = Op(
     check=within(beta1=BETA, beta2=BETA, eps=NOT_NEGATIVE),
     reference=reference,
     kernel="cute_ops.kernels.optim.adamw:AdamW",
-    tuning=Tuning(config.adamw, space=config.SPACE),
+    tuning=TUNING,
     cases=CASES,
     doc="""One step of AdamW on a parameter: the parameter and its two moments in one pass.
 

@@ -6,13 +6,11 @@ import math
 from typing import Any
 
 from cute_ops.declaration.case import Case
-from cute_ops.declaration.config import Tuning
 from cute_ops.declaration.op import Op
 from cute_ops.declaration.shapes import FLOATS
 from cute_ops.declaration.tensor import Tensor
 from cute_ops.expressions.philox import words
 from cute_ops.ops.optim import adamw as plain
-from cute_ops.ops.optim import config
 
 CASES = (
     Case("odd-small", {"m": (3, 5), "n": 7}, attrs=plain.EPS),
@@ -56,7 +54,7 @@ adamw_stochastic = Op(
     check=plain.adamw.check,
     reference=reference,
     kernel="cute_ops.kernels.optim.adamw:AdamWStochastic",
-    tuning=Tuning(config.adamw, space=config.SPACE),
+    tuning=plain.TUNING,
     cases=CASES,
     doc="""One step of AdamW on a bfloat16 parameter, rounded stochastically: small steps are not lost.
 
