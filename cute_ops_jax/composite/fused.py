@@ -72,7 +72,10 @@ def summing(call: Function) -> Function:
     """
 
     def backward(operands: Any, cotangents: Any) -> Any:
-        return jax.vjp(partial(call, wide=True), *operands)[1](cotangents)
+        def wide(*operands: Any) -> Any:  # outputs may take their dtype from expanded operands
+            return jax.tree.map(lambda out, given: out.astype(given.dtype), call(*operands, wide=True), cotangents)
+
+        return jax.vjp(wide, *operands)[1](cotangents)
 
     function = jax.custom_vjp(call)
     function.defvjp(lambda *operands: (call(*operands), operands), backward)

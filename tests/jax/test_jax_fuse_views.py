@@ -126,6 +126,23 @@ def test_a_stopped_number_that_is_added_at_other_rows_stays_stopped(function: Fu
     check(lambda x: function(x, jax.lax.stop_gradient(jnp.tanh(x).max(-1))), LOGITS)
 
 
+def test_copies_of_rows_in_16_bits_have_gradients() -> None:
+    """The copies' gradients are summed in float32, where the output is in 16 bits."""
+
+    def function(x: jax.Array) -> jax.Array:
+        copies = jnp.broadcast_to(jnp.sin(x), (4, 2, 8))
+        return jax.nn.softmax(copies.astype(jnp.float32), -1).astype(x.dtype)
+
+    scale = draw(4, 2, 8)
+    x = draw(1, 2, 8).astype("bfloat16")
+    got, want = (
+        jax.grad(lambda x, each=each: jnp.sum(each(x) * scale))(x.astype(dtype))
+        for each, dtype in ((cute_ops_jax.fuse(function), "bfloat16"), (function, "float32"))
+    )
+    assert got.dtype == "bfloat16"
+    np.testing.assert_allclose(got.astype("float32"), want, rtol=2e-2, atol=2e-2)
+
+
 @pytest.mark.drawn(0.25)
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
