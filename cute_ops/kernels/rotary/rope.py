@@ -97,7 +97,9 @@ class Rope:
         for rX, head, here in zip(loaded, heads, inside):
             rotary.rotate(rX, rCos, rSin, self._rotates(sources, chunk.rotated, head), self.sign)
             self._finish(rX, sources)
-            rotary.store(rX, mOut.element_type, head_address(mOut, self.out, token, head, d), here, chunk)
+            # What comes next reads it. Marked as read no more, 671 MB in place took 187 us in place of 181.
+            address = head_address(mOut, self.out, token, head, d)
+            rotary.store(rX, mOut.element_type, address, here, chunk, streaming=False)
 
     def _finish(self, rX, sources):
         """What is done with rotated elements before they are stored."""
