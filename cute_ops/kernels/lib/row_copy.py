@@ -6,6 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
+from cute_ops.kernels.lib.block_store import BlockRow, BlockStore
 from cute_ops.kernels.lib.column_params import column_vectors
 from cute_ops.kernels.lib.copy import (
     fetch_ahead,
@@ -156,8 +157,28 @@ class RowAccess:
         if self.tile.predicated(k):
             trim(rX, coord.first[k], Int32(self.n), self.empty)
 
+    def allocate(self, smem, tensors, names):
+        """Shared memory through which the CTA's rows of some outputs are stored, if these are short and unaligned."""
+        self.block = BlockStore.of(self.tile, [self.variant.tensors[name] for name in names])
+        return [self.block.allocate(smem, mX.element_type) for mX in tensors] if self.block else []
+
+    def targets(self, rows, blocks):
+        """Where :meth:`store` is to put these rows, one of each output."""
+        local = cute.arch.thread_idx()[0] // self.tile.threads_per_row
+        rows = [*rows]
+        return [self.block.row(e, gRow.element_type, local) for e, gRow in zip(blocks, rows)] or rows
+
+    def flush(self, blocks, rows, coord):
+        """Store what is in shared memory once a thread has put all of its row there; ``rows(i)``: of the outputs."""
+        first = coord.row - cute.arch.thread_idx()[0] // self.tile.threads_per_row
+        for elements, gRow in zip(blocks, rows(first) if blocks else ()):
+            self.block(elements, gRow.address, coord.count - first)
+
     def store(self, gRow, rX, coord, k, predicate=None):
         """Store this thread's k-th vector of a row; by default only if the row exists."""
+        if isinstance(gRow, BlockRow):
+            self.block.put(rX, gRow, coord.first[k], k)
+            return
         predicate = coord.valid if predicate is None else predicate
         first, address = coord.first[k], gRow.at(coord.first[k])
         end = Int32(self.n) if predicate is True else cutlass.select_(predicate, Int32(self.n), Int32(0))

@@ -4,6 +4,8 @@
 rounded to the residual's dtype, which is stored too; in a layer norm, ``x`` minus its mean.
 """
 
+from functools import partial
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
@@ -27,7 +29,7 @@ class NormForward:
     together, the weight's too unless registers are short. If rows are few, x is prefetched to L2 while the previous
     kernel is busy. Sums go through a warp by shuffles, through a CTA by shared memory, through a cluster by distributed
     shared memory.
-    Shared memory: 4 bytes per sum, warp and CTA of the cluster; none where a row fits a warp.
+    Shared memory: 4 bytes per sum, warp and CTA of the cluster, none where a row fits a warp; short unaligned rows.
     Bytes moved per element: x and out once each; with a residual also residual and residual_out.
     """
 
@@ -65,6 +67,9 @@ class NormForward:
         smem = cutlass.utils.SmemAllocator()
         shared = self.sum.allocate(smem)
         self.sum.prepare(shared)
+        outputs = [mOut] if const_expr(mResidualOut is None) else [mOut, mResidualOut]
+        names = ("out", "residual_out")[: len(outputs)]
+        blocks = self.access.allocate(smem, outputs, names)
 
         count = row_count(mX)
         group = Int64(bidx // self.period * (self.period * self.unroll) + bidx % self.period)
@@ -89,12 +94,13 @@ class NormForward:
         let_next_start(self.pdl)
         self.sum.ready()
         for u in cutlass.range_constexpr(self.unroll):
-            rH, mean, rstd = self._statistics(held[u], mResidualOut, coords[u], shared, u)
+            rH, *moments = self._statistics(held[u], mResidualOut, coords[u], shared, u, blocks[1:])
             if const_expr(self.delay_weight_load):
                 columns = self.access.columns(mWeight, mBias, first)
-            self._postprocess(rH, mean, rstd, columns, mOut, coords[u])
+            self._postprocess(rH, moments, columns, mOut, coords[u], blocks[:1])
+        self.access.flush(blocks, partial(self.access.rows, outputs, names), first)
 
-    def _statistics(self, held, mResidualOut, coord, shared, step):
+    def _statistics(self, held, mResidualOut, coord, shared, step, blocks):
         """The row's h, which is stored if there is a residual, its mean and its rstd."""
         for k in range(self.tile.per_thread):
             for vectors in held:
@@ -102,15 +108,16 @@ class NormForward:
         rH = held[0]
         if len(held) > 1:
             rH = [narrow(widen(a) + widen(b), mResidualOut.element_type, self.tile.vec) for a, b in zip(*held)]
-            gRow = self.access.row(mResidualOut, "residual_out", coord.row)
+            (gRow,) = self.access.targets([self.access.row(mResidualOut, "residual_out", coord.row)], blocks)
             for k, rX in enumerate(rH):
                 self.access.store(gRow, rX, coord, k)
         return rH, *self.sum.row(lambda k: (widen(rH[k]),), coord.first, shared, step)
 
-    def _postprocess(self, rH, mean, rstd, columns, mOut, coord):
+    def _postprocess(self, rH, moments, columns, mOut, coord, blocks):
         for k, (rWeight, rBias) in enumerate(columns):
             if self.keep_dtype:
                 compiler_barrier(rH[k])
-            y = affine(normalised(widen(rH[k]), mean, rstd), rWeight, rBias, self.weight_offset)
+            y = affine(normalised(widen(rH[k]), *moments), rWeight, rBias, self.weight_offset)
             rOut = narrow(y, mOut.element_type, self.tile.vec)
-            self.access.store(self.access.row(mOut, "out", coord.row), rOut, coord, k)
+            (gRow,) = self.access.targets([self.access.row(mOut, "out", coord.row)], blocks)
+            self.access.store(gRow, rOut, coord, k)

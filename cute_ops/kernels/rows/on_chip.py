@@ -157,6 +157,9 @@ class RowsInRegisters(HeldRows):
         tensors = self.named(arguments)
         smem = cutlass.utils.SmemAllocator()
         shared = self._allocate(smem)
+        pieces = [piece for _, piece in self.outputs["t"]]
+        names = [self.keys[piece].name for piece in pieces]
+        blocks = self.access.allocate(smem, [tensors[piece.name] for piece in pieces], names)
         row = Int64(bidx) * self.tile.rows + local
         count = self.shape(tensors)[0]
         valid = row < count
@@ -176,14 +179,15 @@ class RowsInRegisters(HeldRows):
         totals = lambda s: self._totals(values, s, read, columns, first)  # noqa: E731
         self._reduced(values, totals, Int32(0), shared)
         columns += self._columns(tensors, first, self.late)
-        found = self._store(tensors, values, read, columns, coord)
+        found = self._store(tensors, values, read, columns, coord, blocks)
         totals = lambda s: found if s == self.awaited else self._totals(values, s, read, columns, first)  # noqa: E731
         self._reduced(values, totals, Int32(0), shared, last=True)
         self.store_numbers(tensors, values, row, valid & (t == 0) & (rank == 0))
 
-    def _store(self, tensors, values, read, columns, coord):
+    def _store(self, tensors, values, read, columns, coord, blocks):
         """Store a row's columns. Returns this thread's share of the next stage, which the same registers serve."""
-        targets = self.rows(tensors, self.outputs["t"], coord.row, self.n)
+        rows = lambda row: self.rows(tensors, self.outputs["t"], row, self.n)  # noqa: E731
+        targets = self.access.targets(rows(coord.row), blocks)
         last = self.awaited < len(self.emit.primitives)
         totals = self.nothing(self.awaited) if last else ()
         for k in range(self.tile.per_thread if targets or last else 0):
@@ -192,6 +196,7 @@ class RowsInRegisters(HeldRows):
                 self._emit(values, elements, targets, coord, k)
             if last:
                 totals = self._more(totals, values, self.awaited, elements, coord.first[k], k)
+        self.access.flush(blocks, rows, coord)
         return totals
 
     def _load(self, tensors, coord):

@@ -1,6 +1,7 @@
 """Outputs that follow from a row's inputs and its numbers, element by element."""
 
 from dataclasses import replace
+from functools import partial
 
 import cutlass
 import cutlass.cute as cute
@@ -17,9 +18,9 @@ class Segments:
     """One pass.
 
     Tile: a CTA of ``threads`` holds ``threads / threads_per_row`` rows or one of the ``segments`` of a long row.
-    No shared memory. Bytes moved per element: every row tensor once. Each thread reads its elements before it writes
-    them, so an output may have an input's memory. CTAs that start while the previous kernel is busy prefetch their
-    inputs to L2.
+    Shared memory: short unaligned rows of outputs. Bytes moved per element: every row tensor once. Each thread reads
+    its elements before it writes them, so an output may have an input's memory. CTAs that start while the previous
+    kernel is busy prefetch their inputs to L2.
     """
 
     def __init__(self, variant, config, function):
@@ -51,15 +52,16 @@ class Segments:
         bidx, local, t, rank = self.tile.here()
         row = Int64(bidx) * self.tile.rows + local
         count = row_count(outputs[0])
-        coord = None
+        coord, blocks = None, []
         if const_expr(self.known):
             coord = self.access.coord(row, count, t, rank)
+            blocks = self.access.allocate(cutlass.utils.SmemAllocator(), outputs, self.function.outputs)
         if const_expr(self.known and self.pdl):
             self._fetch_ahead(inputs, coord, bidx)
         wait_for_previous(self.pdl)
         context, predicate = self.function.begin(self.variant, numbers, row, row < count)
         if const_expr(self.known):
-            self._vectors(inputs, outputs, coord, predicate, context)
+            self._vectors(inputs, outputs, coord, predicate, context, blocks)
         else:
             self._elements(inputs, outputs, t, row, context)
 
@@ -68,16 +70,17 @@ class Segments:
         rows = self.access.rows(inputs, self.function.inputs, coord.row)
         self.access.fetch_ahead(rows, coord, coord.valid & (index < AHEAD))
 
-    def _vectors(self, inputs, outputs, coord, predicate, context):
+    def _vectors(self, inputs, outputs, coord, predicate, context, blocks):
         function = self.function
+        rows = partial(self.access.rows, outputs, function.outputs)
         held = self.access.load(self.access.rows(inputs, function.inputs, coord.row), coord, predicate)
         let_next_start(self.pdl)
         for k, first in enumerate(coord.first):
             values = tuple(rX[k].load().to(Float32) for rX in held)
             emitted = function.emit(values, (), context, Columns(first, self.tile.vec))
-            for x, mX, name in zip(emitted, outputs, function.outputs):
-                rOut = function.rounded(x, mX.element_type, self.tile.vec)
-                self.access.store(self.access.row(mX, name, coord.row), rOut, coord, k)
+            for x, gRow in zip(emitted, self.access.targets(rows(coord.row), blocks)):
+                self.access.store(gRow, function.rounded(x, gRow.element_type, self.tile.vec), coord, k)
+        self.access.flush(blocks, rows, coord)
 
     @cute.jit
     def _elements(self, inputs, outputs, tidx, row, context: cutlass.Constexpr):

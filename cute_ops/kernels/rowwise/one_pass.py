@@ -1,5 +1,7 @@
 """A reduction over each row and the outputs that need its result, rows held in registers between the two."""
 
+from functools import partial
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
@@ -56,6 +58,7 @@ class OnePassRows:
             _, slots = self.ring.allocate(smem, inputs, self.function.reduction.empty)
         shared = self.sum.allocate(smem)
         self.sum.prepare(shared)
+        blocks = self.access.allocate(smem, outputs, self.function.outputs)
 
         t = tidx % self.tile.threads_per_row
         row = Int64(bidx) * self.tile.rows + tidx // self.tile.threads_per_row
@@ -78,12 +81,13 @@ class OnePassRows:
         if t == 0 and rank == 0 and valid:
             self.function.postprocess(self.variant, numbers, inputs, results, context, row)
         if const_expr(len(outputs) > 0):
+            rows = partial(self.access.rows, outputs, self.function.outputs)
             for k in cutlass.range_constexpr(self.tile.per_thread):
                 columns = Columns(first[k], self.tile.vec)
                 emitted = self.function.emit(self._read(held, k), results, context, columns)
-                for x, mX, name in zip(emitted, outputs, self.function.outputs):
-                    rOut = narrow(x, mX.element_type, self.tile.vec)
-                    self.access.store(self.access.row(mX, name, row), rOut, coord, k)
+                for x, gRow in zip(emitted, self.access.targets(rows(row), blocks)):
+                    self.access.store(gRow, narrow(x, gRow.element_type, self.tile.vec), coord, k)
+            self.access.flush(blocks, rows, coord)
 
     def _load(self, inputs, slots, coord, predicate):
         """This thread's vectors of a row, in registers or in the slots of shared memory."""

@@ -1,0 +1,44 @@
+"""Short rows that start anywhere in a vector are stored through shared memory, in whole vectors."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cute_ops import Array, Op
+from cute_ops.autotune.dispatch import choose
+from cute_ops.declaration.binding import bind
+from cute_ops.jit.compile_pool import worker
+from cute_ops.jit.target import parse
+from cute_ops.ops import MODELS, OPS, PARTS
+from cute_ops.testing import kernel_calls
+from cute_ops.tools import sass
+from tests.ops.reducing import OPS as REDUCING
+
+SEED = int(os.environ.get("CUTE_OPS_SEED", "41"))
+NAMES = ("softmax", "add_rmsnorm", "sum_bwd", "scaled_fp8", "probabilities", "unit_bwd")
+BY_NAME = {op.name: op for each in (*OPS, *PARTS, *MODELS, *REDUCING) for op in (each, each.grad) if isinstance(op, Op)}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_of_some_ctas(name: str) -> None:
+    """Races are watched for; the last CTA has fewer rows, which end inside a vector."""
+    print("seed", SEED)
+    rng = np.random.default_rng((SEED, *name.encode()))
+    for n in (int(rng.integers(1, 64)), int(rng.integers(65, 256)), 97):
+        for rows, dtype in ((37, "bfloat16"), (133, "float32")):
+            kernel_calls.check(kernel_calls.made(BY_NAME[name], rows, n, dtype, "compact", rng), n < 100)
+
+
+@pytest.mark.parametrize("name", ["add_rmsnorm", "sum_bwd"])
+def test_no_store_but_the_last_is_of_part_of_a_vector(name: str, tmp_path: Path) -> None:
+    op = BY_NAME[name]
+    sizes, path = op.example((4096,), 105), tmp_path / "kernel.cubin"
+    arrays = {key: Array(t.of(sizes), op.dtype_near(t, "bfloat16")) for key, t in op.inputs.items()}
+    worker.compile(choose(bind(op, arrays), {}, parse("sm_90a")).variant, path)
+    stores = {a.bytes: a.number for a in sass.accesses(sass.sass(path)) if a.kind == "STG"}
+    assert stores[16] >= stores[2] == len(op.outputs)
+    assert len(stores) == 2
