@@ -33,9 +33,10 @@ RING_BYTES = ((102_400, 96_000), (167_936, 160_000), (math.inf, 220_000))
 RESERVED_BYTES = 2048
 # Vectors that one CTA holds in registers.
 CTA_VECTORS = 1024
-# Unaligned rows up to this length are read element by element, about four to a thread.
+# Unaligned rows up to this length are read element by element, about eight to a thread.
 SHORTEST_ROW = 8
-UNEVEN_THREADS = 8  # of longer ones, of up to some 40 vectors
+# Threads of longer ones, of up to some 40 vectors; of one tensor up to FEW_UNEVEN_VECTORS.
+UNEVEN_THREADS, FEW_UNEVEN_THREADS, FEW_UNEVEN_VECTORS = 8, 4, 24
 # Aligned rows of one CTA have two vectors per thread up to this length; longer ones four, if elements are narrow.
 TWO_VECTORS_ROW = 512
 # Threads of a CTA in two passes: for rows of unknown length, and for rows too long for every other form.
@@ -148,7 +149,7 @@ def row_threads(row: RowProblem) -> int:
     """Threads of a row that one CTA holds in registers."""
     if row.vectors <= WARP:
         shortest = not row.aligned and row.vectors <= SHORTEST_ROW
-        return threads_for(row.n, 4) if shortest else threads_for(row.vectors, 1)
+        return threads_for(row.n, 8) if shortest else threads_for(row.vectors, 1)
     if not row.aligned:
         return threads_for(row.vectors, 3)
     if WARP * 2 < row.vectors <= WARP * 3:
@@ -156,14 +157,19 @@ def row_threads(row: RowProblem) -> int:
     return threads_for(row.vectors, 2 if row.vectors <= TWO_VECTORS_ROW or row.itemsize == 4 else 4)
 
 
-def reduced_row_threads(row: RowProblem, most: int = 5 * UNEVEN_THREADS) -> int:
-    """Threads of a row of a norm or a softmax that one CTA holds in registers.
+def uneven_threads(row: RowProblem) -> int:
+    """Threads of a short unaligned row of one tensor."""
+    return FEW_UNEVEN_THREADS if row.vectors <= FEW_UNEVEN_VECTORS else UNEVEN_THREADS
 
-    With a vector each, threads of short unaligned rows would mostly mask it and exchange sums: rows of up to ``most``
-    vectors have :data:`UNEVEN_THREADS`. Three warps of a CTA would leave one of an SM's four schedulers idle.
+
+def reduced_row_threads(row: RowProblem, most: int = 5 * UNEVEN_THREADS, *, pair: bool = False) -> int:
+    """Threads of a row of a norm or a softmax that one CTA holds in registers; ``pair``: of two inputs.
+
+    With a vector each, threads of short unaligned rows would mostly mask it and exchange sums, so rows of up to
+    ``most`` vectors have fewer. Three warps of a CTA would leave one of an SM's four schedulers idle.
     """
-    if not row.aligned and SHORTEST_ROW < row.vectors <= most:
-        return UNEVEN_THREADS
+    if not row.aligned and row.vectors <= most:
+        return UNEVEN_THREADS if pair else uneven_threads(row)
     return 2 * WARP if row.aligned and 4 * WARP < row.vectors <= 5 * WARP else row_threads(row)
 
 

@@ -43,6 +43,7 @@ from cute_ops.ops.rows import (
     row_threads,
     step,
     threads_for,
+    uneven_threads,
     vary_cluster,
     vary_resident,
     vary_threads,
@@ -235,6 +236,8 @@ class RowExpression(NamedTuple):
         most_kept = MOST_KEPT * (2 if twice else 1)
         if self.read > 1 and not self._wide(cluster) and self._dealt(span):
             most_kept = 0
+        if self._sums_alone(row, cluster):
+            most_kept *= 2
         if row.vectors > WARP and self.special and self.texts.kinds.count("t") > 1:
             most_kept = 0  # what is kept for two outputs would not fit registers
         if self.deep and row.vectors > WARP:
@@ -249,33 +252,45 @@ class RowExpression(NamedTuple):
     def _threads_of_row(self, row: RowProblem, span: int, cluster: int) -> int:
         """Threads of a row, or of what a CTA of a cluster has of it, held in registers."""
         dear = self.special >= DEAR
+        if self._sums_alone(row, cluster):
+            per_thread = 4 if self.read == 2 else 7 if row.vectors > 4 * WARP else 5
+            return threads_for(row.touched, per_thread)
         if row.vectors <= WARP:
-            if not row.aligned and row.vectors > SHORTEST_ROW:
+            if not row.aligned:
                 return self._threads_of_short_row(row)
-            return threads_for(row.vectors, 2) if dear and row.aligned else row_threads(row)
+            return threads_for(row.vectors, 2) if dear else row_threads(row)
         if 2 * WARP < span <= 3 * WARP and row.aligned and self.special < SLOW:
             return WARP  # two vectors each would leave a quarter of two warps idle
         if self._in_fours(cluster):
             return threads_for(span, min((4, 3), key=partial(of_scheduler, span)) if cluster == 1 else 4)
         if self.read > 1 and not self._wide(cluster):
-            if self._dealt(span):
-                return 1 << (span // 4).bit_length() - 1  # each reduction takes every warp's shuffles
-            if self.deep and of_scheduler(span, 3) == of_scheduler(span, 2):
-                return threads_for(span, 3)
-            most = RANDOM_THREADS if self.texts.random else PAIR_THREADS
-            # Without outputs that have columns threads wait for nothing but their sums.
-            single = span <= most and not self.special and not self.many and {*self.texts.kinds} != {"c"}
-            return threads_for(span, 1 if single else 2)
+            return self._threads_of_tiles(span)
         if self.special >= SLOW:
             return threads_for(span, SLOW_VECTORS)
         return threads_for(span, 4) if cluster > 1 or (dear and row.aligned) else row_threads(row)
 
+    def _threads_of_tiles(self, span: int) -> int:
+        """Threads of a row of several tiles."""
+        if self._dealt(span):
+            return 1 << (span // 4).bit_length() - 1  # each reduction takes every warp's shuffles
+        if self.deep and of_scheduler(span, 3) == of_scheduler(span, 2):
+            return threads_for(span, 3)
+        most = RANDOM_THREADS if self.texts.random else PAIR_THREADS
+        # Without outputs that have columns threads wait for nothing but their sums.
+        single = span <= most and not self.special and not self.many and {*self.texts.kinds} != {"c"}
+        return threads_for(span, 1 if single else 2)
+
     def _threads_of_short_row(self, row: RowProblem) -> int:
         """Threads of an unaligned row of up to a warp's vectors: with a vector each they would mostly mask it and
-        exchange sums. Sixteen if at least two thirds of their vectors are the row's, and none computes exponentials.
+        exchange sums.
         """
-        used = row.vectors / (2 * UNEVEN_THREADS * -(-row.vectors // (2 * UNEVEN_THREADS)))
-        return UNEVEN_THREADS if self.special or used < 2 / 3 else 2 * UNEVEN_THREADS
+        return uneven_threads(row) if self.read == 1 and self.special < DEAR else UNEVEN_THREADS
+
+    def _sums_alone(self, row: RowProblem, cluster: int) -> bool:
+        """Whether nothing but numbers of a row is stored, and its threads wait for their sums alone."""
+        plain = {*self.texts.kinds} == {"c"} and self.special < DEAR and not self.texts.random
+        fits = SHORTEST_ROW < row.vectors <= (3 * WARP if self.read == 2 else 4 * ALONE_VECTORS // 3)
+        return plain and fits and cluster == 1 and self.read <= 2 and (self.read == 1 or row.aligned)
 
     def _resident(self, row: RowProblem, cluster: int, share: int, threads: int, keep: bool) -> int:
         """CTAs of an SM, which bound a thread's registers; 1 for no bound."""

@@ -37,7 +37,6 @@ from cute_ops.ops.rows import (
     reduced_row_threads,
     resident_clusters,
     row_of,
-    row_threads,
     spread_in_smem,
     step,
     threads_for,
@@ -112,7 +111,7 @@ def _centred_row(problem: Problem, row: RowProblem) -> NormConfig:
 def _row(problem: Problem, row: RowProblem, centred: bool) -> NormConfig:
     """A row in one CTA."""
     pair = "residual" in problem.dtypes
-    share = row_threads(row) if pair else reduced_row_threads(row, WARP)
+    share = reduced_row_threads(row, WARP, pair=pair)
     if pair and row.aligned and row.vectors > WARP:
         threads, share = threads_of_pairs(row.vectors, 512)
         return NormConfig("one_pass", threads, share, align_vectors=row.align_vectors)

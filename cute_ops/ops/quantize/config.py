@@ -22,6 +22,7 @@ from cute_ops.ops.rows import (
     TENSORS,
     TWO_PASS_LONG_THREADS,
     TWO_PASS_THREADS,
+    UNEVEN_THREADS,
     bytes_of,
     cluster_for,
     ring_bytes,
@@ -100,11 +101,7 @@ def config(problem: Problem) -> QuantizeConfig:
         return QuantizeConfig("two_pass", TWO_PASS_THREADS)
     row = _quantized(problem)
     if row.vectors <= WARP:
-        shortest = not row.aligned and row.vectors <= SHORTEST_ROW
-        # Half vectors by fours: with one each, a row's threads mostly exchange its largest element.
-        by = HALVES if row.by_row and row.elements < row.widest else 1
-        share = threads_for(problem.n, 4) if shortest else threads_for(row.vectors, by)
-        return QuantizeConfig("one_pass", 256, share, unroll=4 if row.aligned else 1)
+        return QuantizeConfig("one_pass", 256, _threads_of_short_row(problem, row), unroll=4 if row.aligned else 1)
     held = HELD_BESIDE_WEIGHT if row.weight and not row.pair else HELD
     # Two inputs are widened and combined once in registers, and each time that they are read in shared memory.
     pair = row.pair and (row.aligned or "up" in problem.dtypes)
@@ -113,6 +110,16 @@ def config(problem: Problem) -> QuantizeConfig:
         if found:
             return found
     return _in_registers(problem, row)
+
+
+def _threads_of_short_row(problem: Problem, row: _Quantized) -> int:
+    """Threads of a row of up to a warp's vectors."""
+    if not row.aligned and row.vectors <= SHORTEST_ROW:
+        return threads_for(problem.dims["n"], 4)
+    # With a vector each, or half vectors, threads mostly exchange the row's largest element.
+    by = HALVES if row.by_row and row.elements < row.widest else 1
+    share = threads_for(row.vectors, by)
+    return share if row.aligned or not row.by_row else min(share, UNEVEN_THREADS)
 
 
 def _most_in_registers(problem: Problem, row: _Quantized) -> int:

@@ -45,6 +45,9 @@ REDUCED_SMEM_ROW = 16_384
 # CTAs per SM that read rows twice. FEW: where at most so many take all rows at once, as many as the busiest SM needs:
 # with room for more, some SMs would take more than others.
 TWO_PASS_CTAS, FEW_TWO_PASS_CTAS = 4, 5
+# Rows in shared memory with the place of the largest number: vectors of a thread, threads of a CTA at least, and of an
+# SM.
+PLACED_PER_THREAD, PLACED_THREADS, PLACED_SM_THREADS = 12, 2 * WARP, 1280
 # Vectors of a thread in unaligned rows of up to a warp's vectors.
 UNALIGNED_PER_THREAD = 4
 # Rows in shared memory, as many as find room. Up to SHORT_SMEM_ROW one CTA of SHORT_SMEM_THREADS holds rows;
@@ -100,6 +103,22 @@ def reduced(problem: Problem) -> ReduceConfig:
     return replace(walk, segments_per_cta=segments, resident=resident)
 
 
+def reduced_with_place(problem: Problem) -> ReduceConfig:
+    """A :func:`reduced` row whose largest number's place is found, which takes longer than to load the row. With more
+    vectors per thread, threads exchange less, and fewer have nothing to do.
+    """
+    found = reduced(problem)
+    if found.form != "smem" or found.threads_per_row <= WARP:
+        return found
+    row = row_of(problem)
+    span = -(-row.touched // found.cluster)
+    share = max(threads_for(span, PLACED_PER_THREAD), WARP)
+    threads = max(share, PLACED_THREADS)
+    slot = threads * -(-span // share) * VECTOR_BYTES + OWN_BYTES
+    resident = max(1, min((row.ring_bytes - RESERVED_BYTES) // slot, PLACED_SM_THREADS // threads))
+    return replace(found, threads=threads, threads_per_row=share, resident=resident)
+
+
 def _shifted(row: RowProblem) -> bool:
     """Whether a row is read by vectors that begin before it."""
     return not row.aligned and row.vectors > SHORTEST_ROW
@@ -138,8 +157,8 @@ def normalised(problem: Problem) -> ReduceConfig:
     return ReduceConfig("smem", *spread, row.align_vectors)
 
 
-def _one_pass(row: RowProblem) -> ReduceConfig:
-    share = reduced_row_threads(row)
+def _one_pass(row: RowProblem, *, pair: bool = False) -> ReduceConfig:
+    share = reduced_row_threads(row, pair=pair)
     threads = max(128 if row.vectors > WARP else 256, share)
     return ReduceConfig("one_pass", threads, share, align_vectors=row.align_vectors)
 
@@ -167,7 +186,7 @@ def reduced_pairs(problem: Problem) -> ReduceConfig:
     row = row_of(problem)
     if row.vectors <= CTA_VECTORS:
         if not row.aligned:
-            return _one_pass(row)
+            return _one_pass(row, pair=True)
         return ReduceConfig("one_pass", *threads_of_pairs(row.vectors, CTA_VECTORS), align_vectors=row.align_vectors)
     cluster = cluster_for(row.vectors, CTA_VECTORS, row.max_cluster)
     span = -(-row.touched // cluster)
@@ -185,7 +204,8 @@ def mapped(problem: Problem, whole: int = WHOLE_ROW) -> MapConfig:
     row = row_of(problem)
     if row.vectors <= CTA_VECTORS:
         # Three vectors per thread of a longer row: CTAs start sooner, which helps few rows and does not hurt many.
-        share = row_threads(row) if not row.aligned or row.vectors <= TWO_VECTORS_ROW else threads_for(row.vectors, 3)
+        longer = row.aligned and row.vectors > TWO_VECTORS_ROW
+        share = threads_for(row.vectors, 3) if longer else _mapped_threads(row)
         return MapConfig("rows", max(128 if row.vectors > WARP else 256, share), share, align_vectors=row.align_vectors)
     threads, segment = SEGMENT[row.aligned]
     if problem.m * -(-row.vectors // segment) < 2 * problem.sm_count:
@@ -206,8 +226,14 @@ def filled(problem: Problem) -> MapConfig:
     if PAIRED_FILLED_ROW < row.vectors <= TWO_VECTORS_ROW and row.aligned:
         share = threads_for(row.vectors, 6)
         return MapConfig("rows", 2 * share, share, align_vectors=row.align_vectors)
-    share = row_threads(row)
+    share = _mapped_threads(row)
     return MapConfig("rows", max(256, share), share, align_vectors=row.align_vectors)
+
+
+def _mapped_threads(row: RowProblem) -> int:
+    """Threads of a row that one CTA holds. Those of short unaligned rows have several vectors: fewer have none."""
+    short = not row.aligned and SHORTEST_ROW < row.vectors <= WARP
+    return threads_for(row.vectors, UNALIGNED_PER_THREAD) if short else row_threads(row)
 
 
 def _reduce_space(problem: Problem, flat: Config) -> Iterator[ReduceConfig]:

@@ -17,7 +17,7 @@ from cute_ops.declaration.op import Op
 from cute_ops.declaration.shapes import FLOATS
 from cute_ops.declaration.tensor import Tensor
 from cute_ops.ops.reduction import cross_entropy as plain
-from cute_ops.ops.reduction.config import MAP, REDUCE, mapped, reduced
+from cute_ops.ops.reduction.config import MAP, REDUCE, mapped, reduced_with_place
 
 # Columns are counted in float32 while the largest logit is looked for.
 MOST_CLASSES = 2**24
@@ -194,7 +194,7 @@ def _declare(
     )  # fmt: skip
     return Op(
         name, inputs={**plain.INPUTS, **more}, outputs=OUTPUTS, no_gradient=tuple(more), reference=references[0],
-        kernel=KERNEL, tuning=Tuning(reduced, space=REDUCE), grad=backward, finish=finish, doc=doc, **common,
+        kernel=KERNEL, tuning=Tuning(reduced_with_place, space=REDUCE), grad=backward, finish=finish, doc=doc, **common,
     )  # fmt: skip
 
 
