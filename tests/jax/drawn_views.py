@@ -471,10 +471,11 @@ def _body(d: Drawn, x: Any) -> Any:
     """A part in the body of a loop, of a branch, of a derivative of its own or of a shard map, or mapped over rows."""
     if x.ndim < 3:
         return x
-    weights, seed, form = d.parameter(8, 8), int(d.rng.integers(0, 2**31)), d.index(8)
+    weights, seed, form, heat = d.parameter(8, 8), int(d.rng.integers(0, 2**31)), d.index(8), d.heat
 
     def each(row: Any, weights: Any) -> Any:
         inner = _inner(d, seed, lambda *shape: jnp.resize(weights, shape))
+        inner.heat = heat  # a backward runs this later
         return inner.one({name: PARTS[name] for name in _IN_BODIES}, row)
 
     if form == 0:
