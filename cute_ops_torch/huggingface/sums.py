@@ -61,10 +61,10 @@ def _are_streams(a: Any, b: Any) -> bool:
 
 def _goes_on() -> bool:
     """Whether what runs now is neither run again for a gradient nor by one, as parts of a model by a checkpoint: the
-    second forward of a part runs without the next one. What torch.compile checkpoints has no names for tensors outside.
+    second forward of a part runs without the next one.
     """
-    if torch.compiler.is_compiling():
-        return True
+    if torch.compiler.is_dynamo_compiling():
+        return not traced.is_in_part()
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks is None and torch._C._current_graph_task_id() == -1
 

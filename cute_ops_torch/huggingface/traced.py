@@ -21,8 +21,8 @@ log = logging.getLogger("cute_ops")
 READERS = "_cute_readers"
 # (module, number, norm) of each sum whose reader a trace has found and not yet written to the module.
 _found: list[tuple[nn.Module, int, nn.Module]] = []
-# Versions that Dynamo has read for the traced code, which takes the last one by `_noted_version`.
-_versions: list[int] = []
+# Numbers that Dynamo has read for the traced code, which takes the last one by `_noted`.
+_numbers: list[int] = []
 
 
 def version_of(x: torch.Tensor) -> int:
@@ -32,16 +32,29 @@ def version_of(x: torch.Tensor) -> int:
     from torch._dynamo.comptime import comptime  # start-up time; torch.compile has imported it
 
     comptime(_note_version)
-    return _noted_version()
+    return _noted()
 
 
 def _note_version(context: Any) -> None:
-    _versions.append(context.get_local("x").as_fake()._version)
+    _numbers.append(context.get_local("x").as_fake()._version)
 
 
 @constant
-def _noted_version() -> int:
-    return _versions.pop()
+def _noted() -> int:
+    return _numbers.pop()
+
+
+def is_in_part() -> bool:
+    """Whether a trace is inside of a part of a model that its graph calls as a whole, as one that is checkpointed."""
+    from torch._dynamo.comptime import comptime
+
+    comptime(_note_part)
+    return bool(_noted())
+
+
+def _note_part(context: Any) -> None:
+    translator = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
+    _numbers.append(int(translator.output.current_tracer.parent is not None))
 
 
 def learn(norm: nn.Module, module: nn.Module, number: int) -> None:

@@ -145,11 +145,18 @@ def check_in_16_bits(seed: int) -> None:
             (False, False, torch.float32), (False, False, torch.bfloat16), (True, False, torch.bfloat16),
         ))  # fmt: skip
     assert plain.keys() == ours.keys(), f"{plain.keys() ^ ours.keys()}"
-    for key in exact.keys() & ours.keys():
-        right = exact[key].double()
-        size, *errors = (float(x.norm()) for x in (right, plain[key] - right, ours[key] - right))
-        most = 3 * errors[0] + 2**-6 * size + 2**-9 * exact[key].numel() ** 0.5
-        assert errors[1] <= most, f"{key} is off by {errors[1]:.3g} of {size:.3g}, {errors[0]:.3g} unpatched"
+    parts = {key: _parts_of(plain[key], ours[key], exact[key]) for key in exact.keys() & ours.keys()}
+    for key, (error, _) in parts.items():
+        step = key.partition(":")[0]  # among whose results some are as ill-conditioned as these
+        usual = max(of_plain for other, (_, of_plain) in parts.items() if other.startswith(f"{step}:"))
+        assert error <= 8 * usual + 2**-6, f"{key} is off by {error:.3g} of its norm, at most {usual:.3g} unpatched"
+
+
+def _parts_of(plain: torch.Tensor, ours: torch.Tensor, exact: torch.Tensor) -> tuple[float, float]:
+    """What part of the norm of the exact values our error is, and that of the model that is not patched."""
+    right = exact.double()
+    size = float(right.norm()) + 2**-4 * right.numel() ** 0.5
+    return float((ours - right).norm()) / size, float((plain - right).norm()) / size
 
 
 def drawn(seed: int) -> tuple[str, list[str]]:
