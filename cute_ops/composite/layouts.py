@@ -21,16 +21,17 @@ class Layouts(Generic[Array]):
         places: integers below r, there, too.
         kept: ``kept(key, make, x)``: an array that depends on the key and on the device of x alone, made or kept.
         constant: an array, of which nothing is differentiated.
+        turned: an array whose first dim is its last.
         channels_last: whether an image ``[N, C, H, W]`` lies in memory with its channels last.
     """
 
     def __init__(
         self, xp: Any, register: Callable[..., Any], *, frequencies: Callable[[float, int, Any], Any],
         places: Callable[[int, Any], Any], kept: Callable[[Any, Callable[[], Any], Any], Any],
-        constant: Callable[[Any], Any], channels_last: Callable[[Any], bool],
+        constant: Callable[[Any], Any], turned: Callable[[Any], Any], channels_last: Callable[[Any], bool],
     ) -> None:  # fmt: skip
         self._xp, self._frequencies, self._places, self._channels_last = xp, frequencies, places, channels_last
-        self._kept, self._constant = kept, constant
+        self._kept, self._constant, self._turned = kept, constant, turned
         self._rope, self._rope_packed, self._rope_tables = map(register, (rope, rope_packed, rope_tables))
         norms = group_norm_last, group_norm_first, group_norm_long
         self._group_norm_last, self._group_norm_first, self._group_norm_long = map(register, norms)
@@ -128,7 +129,7 @@ class Layouts(Generic[Array]):
         else:
             steps = self._xp.asarray(self._constant(frequencies), dtype=self._xp.float32)
         section = self._kept((sections, mixed, r), lambda: self._section(sections, mixed, r, given), given)
-        at = self._xp.moveaxis(at, 0, -1) if sections else at[..., None]
+        at = self._turned(at) if sections else at[..., None]
         if str(at.dtype).rpartition(".")[2] not in rope_tables.dtypes["I"]:
             at = self._xp.asarray(at, dtype=self._xp.float32)
         cos, sin = self._rope_tables(self._constant(at), steps, section)

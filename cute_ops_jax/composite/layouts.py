@@ -15,6 +15,7 @@ _layouts = Layouts(
     places=lambda r, x: jax.numpy.arange(r),
     kept=lambda key, make, x: make(),
     constant=jax.lax.stop_gradient,
+    turned=lambda x: jax.numpy.moveaxis(x, 0, -1),
     channels_last=lambda x: False,
 )
 group_norm = published(_layouts.group_norm, __name__, "Array", checked)

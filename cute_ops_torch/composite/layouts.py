@@ -15,6 +15,7 @@ _layouts = Layouts(
     places=lambda r, x: torch.arange(r, device=x.device),
     kept=constant_of_device,
     constant=torch.detach,
+    turned=lambda x: x.movedim(0, -1),
     channels_last=lambda x: (
         x.ndim == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
     ),

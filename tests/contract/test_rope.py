@@ -133,3 +133,34 @@ def test_what_positions_refuse(adapter: Adapter, options: dict[str, Any], text: 
     x, at = adapter.array(np.ones((2, 5, 3, 8), np.float32)), adapter.array(np.zeros((2, 5), np.int32))
     with pytest.raises(ValueError, match=text):
         adapter.ours.rope_from_positions(x, at, **options)
+
+
+def test_positions_in_programs_and_batches(adapter: Adapter) -> None:
+    """Compiled, abstract, under vmap and of other dtypes, a rotation by positions is what it is; positions and
+    frequencies have no gradient.
+    """
+    rng = np.random.default_rng(5)
+    x, at = rng.standard_normal((2, 5, 3, 16)).astype(np.float32), rng.integers(0, 50, (3, 2, 5)).astype(np.int32)
+    given = [adapter.array(x), adapter.array(at)]
+
+    def run(x: Any, at: Any) -> Any:
+        return adapter.ours.rope_from_positions(x, at, sections=(3, 3, 2))
+
+    close = {"rtol": 1e-5, "atol": 1e-5}
+    wanted = adapter.numpy(run(*given))
+    np.testing.assert_allclose(adapter.numpy(adapter.compiled(run)(*given)), wanted, **close)
+    np.testing.assert_allclose(adapter.numpy(adapter.vmap(run, (0, 1))(*given)), wanted, **close)
+    assert tuple(adapter.abstract(run, *given).shape) == wanted.shape
+    for dtype in ("uint8", "int16", "float32"):
+        np.testing.assert_allclose(adapter.numpy(run(given[0], adapter.array(at.astype(dtype)))), wanted, **close)
+    floats, steps = adapter.array(at.astype(np.float32)), adapter.array(np.full(8, 0.1, np.float32))
+
+    def of_numbers(at: Any, steps: Any) -> Any:
+        return adapter.ours.rope_from_positions(given[0], at[0], frequencies=steps).sum()
+
+    try:
+        slopes = [adapter.numpy(each) for each in adapter.grad(of_numbers, (0, 1))(floats, steps)]
+    except RuntimeError as error:  # of torch, where nothing has a gradient
+        assert "does not require grad" in str(error)  # noqa: PT017
+    else:
+        assert not any(each.any() for each in slopes)
