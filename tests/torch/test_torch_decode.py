@@ -269,6 +269,22 @@ def test_what_does_not_fit_latent_attention_is_said(changed: dict[str, Any], sai
         cute_ops_torch.mla_decode(**given)
 
 
+def test_a_pool_without_pages() -> None:
+    """No entry of a table is one of its pages: there is nothing to attend to."""
+    lengths, table = torch.tensor([0, 3]), torch.tensor([[-1, 0], [0, 7]])
+    q, pool = torch.randn(2, 2, 4, 32).half(), torch.randn(0, 4, 2, 32).half()
+    results = (
+        cute_ops_torch.decode_attention(q, pool, pool, lengths, table),
+        cute_ops_torch.attention(q, pool, pool, causal=True, lengths=lengths, page_table=table),
+        cute_ops_torch.mla_decode(
+            torch.randn(2, 1, 4, 80).half(), torch.randn(0, 4, 80).half(), lengths, table, 0.1, 64
+        ),
+    )
+    for out, lse in results:
+        assert (out == 0).all()
+        assert (lse == -math.inf).all()
+
+
 def test_lengths_of_any_kind() -> None:
     call = Decoding((5, 5), 1, 1, 2, 32, 32, 0, 5)
     given = tensors(call, 0)

@@ -104,6 +104,8 @@ def side_by_side(xp: Any, caches: Sequence[Any], lengths: Any, page_table: Any) 
     else:
         b, t = page_table.shape
         keys, there = t * c, xp.logical_and(page_table >= 0, page_table < p)
+        if p == 0:  # of a pool without pages there is none to take
+            caches = [xp.zeros((1, *x.shape[1:]), dtype=x.dtype, **beside(xp, x)) for x in caches]
         pages = xp.reshape(xp.where(there, page_table, xp.zeros_like(page_table)), (-1,))
         found = tuple(xp.reshape(xp.take(x, pages, axis=0), (b, keys, *x.shape[2:])) for x in caches)
         there = xp.reshape(xp.broadcast_to(there[..., None], (b, t, c)), (b, keys))
