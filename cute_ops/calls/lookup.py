@@ -74,7 +74,8 @@ def ours() -> dict[str, Op]:
 def _family(op: Op) -> list[Op]:
     """An op, the ops of its gradient, whole and narrowed, the ops that their programs call, and the ops of batches."""
     whole = (op, *op.steps, *([op.saving] if op.saving else []))
-    called = {found: None for each in whole if each.fallback for found in each.fallback.program.ops}
+    programs = [program for each in whole for program in (each.program, each.fallback and each.fallback.program)]
+    called = {found: None for program in programs if program for found in program.ops}
     batched = [found for each in whole if (found := each.batched) and not found.program]
     return [*(found for each in whole for found in (each, *each.narrowed)), *called, *batched]
 

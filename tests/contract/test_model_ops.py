@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from cute_ops import testing
+from cute_ops.calls import lookup
 from cute_ops.composite.models import MODELS
 from cute_ops.declaration.case import Case
 from cute_ops.declaration.op import Op
@@ -345,3 +346,15 @@ def test_every_op_has_a_benchmark_modules_rows_and_cases(op: Op) -> None:
     for library in ("nnx", "equinox") if learns else ():  # what learns nothing is a function there
         if importlib.util.find_spec("flax" if library == "nnx" else library):
             assert hasattr(importlib.import_module(f"cute_ops_jax.{library}"), made), library
+
+
+@pytest.mark.parametrize("op", MODELS, ids=lambda op: op.name)
+def test_programs_that_are_loaded_know_every_op(op: Op) -> None:
+    """An exported program calls the steps of ops, and a process that loads it finds them by name."""
+    left, seen = [op], set[str]()
+    while left:
+        for each in ((found := left.pop()), *found.steps):
+            if each.name not in seen:
+                seen.add(each.name)
+                assert lookup.find(each.name).name == each.name
+                left += each.program.ops if each.program else ()

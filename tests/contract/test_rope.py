@@ -158,9 +158,5 @@ def test_positions_in_programs_and_batches(adapter: Adapter) -> None:
     def of_numbers(at: Any, steps: Any) -> Any:
         return adapter.ours.rope_from_positions(given[0], at[0], frequencies=steps).sum()
 
-    try:
-        slopes = [adapter.numpy(each) for each in adapter.grad(of_numbers, (0, 1))(floats, steps)]
-    except RuntimeError as error:  # of torch, where nothing has a gradient
-        assert "does not require grad" in str(error)  # noqa: PT017
-    else:
-        assert not any(each.any() for each in slopes)
+    for slope in adapter.grad(of_numbers, (0, 1))(floats, steps):
+        assert not adapter.numpy(slope).any()
