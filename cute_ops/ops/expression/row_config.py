@@ -71,6 +71,8 @@ PERSISTENT = ((384, (1, 1024)), (768, (2, 640)), (float("inf"), (4, 512)))
 SUMS_VECTORS, SUMS_THREADS, SUMS_FEWER_THREADS, SUMS_WIDE_THREADS = (3, 4, 5), 256, 384, 512
 # Unaligned ones are in CTAs of fewer threads.
 SUMS_UNALIGNED_THREADS = 128
+# Threads of an SM, times row vectors of sums, up to which one more CTA has registers where clusters would be idle.
+IDLE_THREADS = 896
 # Sums over short unaligned rows: threads of a row by its vectors and those of an SM.
 SHORT_SUMS = ((24, (8, 384)), (32, (16, 512)), (48, (16, 384)))
 # Sums of one row vector that nothing waits for, of rows of at least STREAMED_VECTORS: a thread has one vector, and two
@@ -373,17 +375,20 @@ class RowExpression(NamedTuple):
         share = threads_for(span, per_thread, 1024)
         per_thread = -(-span // share)
         small = not row.aligned and (self._short_sums(row, span) or self._sums_two(span))
-        threads = share if cluster > 1 else max((SUMS_UNALIGNED_THREADS if small else 256) // share, 1) * share
+        narrow = self._sums_two(span) and row.aligned and row.itemsize < 4
+        # With fewer than three vectors per thread the rows of 384 threads are to be on their way, in two CTAs.
+        several = SUMS_UNALIGNED_THREADS if small else SUMS_FEWER_THREADS // 2 if narrow and per_thread < 3 else 256
+        threads = share if cluster > 1 else max(several // share, 1) * share
         slot = threads * per_thread * vector
         if per_thread * max(self.sums, 1) > MOST_SUMMED or 2 * slot > room:
             return self._in_passes(problem, TWO_PASS_THREADS, row.align_vectors)
-        narrow = self._sums_two(span) and row.aligned and row.itemsize < 4
         if narrow and threads == SUMS_THREADS:
             sm_threads = SUMS_THREADS
         deeper = narrow and (per_thread <= 3 or share > SUMS_THREADS // 2 or span % (4 * WARP))
         slots = 3 if (alone or (cluster > 1 and not halved) or deeper) and 3 * slot <= room else 2
         resident = max(1, min(room // (slots * slot), sm_threads // threads))
-        if self._idle(row, self._running(problem, cluster, resident)) and room // (2 * slot) > resident:
+        fits = room // (2 * slot) > resident and threads * (resident + 1) * self.sums <= IDLE_THREADS
+        if fits and self._idle(row, self._running(problem, cluster, resident)):
             slots, resident = 2, resident + 1
         running = self._running(problem, cluster, resident)
         align = alignment_in_step(running, row)
@@ -397,8 +402,8 @@ class RowExpression(NamedTuple):
         return bool(self.sums == 2 and self.depth and span > WARP)
 
     def _short_sums(self, row: RowProblem, span: int) -> bool:
-        """Whether unaligned rows of a few vectors are reduced."""
-        return bool(stages(self.expression) and not row.aligned and SHORTEST_ROW < span <= SHORT_SUMS[-1][0])
+        """Whether unaligned rows of a few vectors are reduced, and row vectors of sums taken."""
+        return bool(self.depth and self.sums and not row.aligned and SHORTEST_ROW < span <= SHORT_SUMS[-1][0])
 
     def _idle(self, row: RowProblem, running: int) -> bool:
         """Whether a fifth of so many clusters would do nothing: those of unaligned rows are as many as these start at
