@@ -164,7 +164,8 @@ def make_inputs() -> Callable[..., list[torch.Tensor]]:
 
         def one(t: Tensor) -> torch.Tensor:
             if t.upper_bound:
-                return torch.randint(n, t.of(sizes), device=device)
+                kind = torch.int64 if t.dtype in op.dtypes else DTYPES[t.dtype]
+                return torch.randint(n, t.of(sizes), device=device, dtype=kind)
             return torch.randn(t.of(sizes), device=device).to(dtype if t.dtype in op.dtypes else DTYPES[t.dtype])
 
         made = {name: one(t) for name, t in op.inputs.items()}
