@@ -124,8 +124,8 @@ def test_the_loss_of_shifted_and_counted_labels() -> None:
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
         found = [torch.autograd.grad(*pair) for pair in ((got, model.lm_head.weight), (expected, plain.lm_head.weight))]
         torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
-    # An integer is part of the loss' op, so that its gradients need no pass that divides them.
-    for count, divides in zip(counts, (False, False, False, True, True), strict=True):
+    # A number is part of the loss' op, so that its gradients need no pass that divides them.
+    for count, divides in zip(counts, (False, False, False, False, True), strict=True):
         loss = model(tokens, labels=labels, num_items_in_batch=count).loss
         assert ("Div" in type(loss.grad_fn).__name__) == divides
     assert model(tokens, labels=labels).logits is None
