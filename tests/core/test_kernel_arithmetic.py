@@ -349,7 +349,7 @@ def dropping(self: Any) -> Any:
 
 
 BROKEN = [
-    pytest.param("norm.statistics", "Total", "value", dropping, 17, "output out: error", id="a sum is dropped"),
+    pytest.param("norm.statistics", "Total", "value", dropping, 11, "output out: error", id="a sum is dropped"),
     pytest.param(
         "lib.row_layout", "RowTile", "ends_outside", lambda *_: False, 200, "outside of all tensors", id="no mask"
     ),
