@@ -171,3 +171,10 @@ def test_checkpointed_layers_of_a_graph_read_no_norm_of_the_next_layer() -> None
     for got, each in zip(found, want, strict=True):
         assert (got - each).abs().max() <= 2e-2 * each.abs().max().clamp(min=1e-2)
     torch._dynamo.reset()
+
+
+def test_classes_of_a_patched_model_are_compiled_apart() -> None:
+    """Where a graph breaks, Dynamo compiles a ``forward`` at most eight times and counts them by their code."""
+    layers = nn.Sequential(nn.LayerNorm(8), nn.GroupNorm(2, 8), nn.GELU(), nn.Embedding(4, 8))
+    cute_ops_torch.patch(layers)
+    assert len({id(type(layer).forward.__code__) for layer in layers}) == 4
