@@ -506,8 +506,10 @@ def _body(d: Drawn, x: Any) -> Any:
         return one(x, weights)
     if form == 6:
         return jax.lax.map(partial(each, weights=weights), x)
-    count = max(c for c in (1, 2, 4, 8) if c <= len(jax.devices()) and x.shape[0] % c == 0)
-    mesh = jax.make_mesh((count,), ("k",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:count])
+    every = max(c for c in (1, 2, 4, 8) if c <= len(jax.devices()))
+    count = max(c for c in (1, 2, 4, 8) if c <= every and x.shape[0] % c == 0)
+    kinds = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((count, every // count), ("k", "others"), axis_types=kinds, devices=jax.devices()[:every])
     spec = jax.sharding.PartitionSpec
     rows = lambda x, w: jnp.atleast_1d(each(x, w))  # noqa: E731
     return jax.shard_map(rows, mesh=mesh, in_specs=(spec("k"), spec()), out_specs=spec("k"), check_vma=d.often(0.5))(
