@@ -23,6 +23,8 @@ REFUSED = {
 UNCAPTURED = "steps are counted by the host, which a CUDA graph does not repeat; make it with capturable=True"
 # Parameters whose size this divides are viewed as rows of so many elements, so that they share one compiled kernel.
 ROW = 1024
+# Elements of a parameter whose views are kept: to make them takes about as long as the kernel of so many.
+MOST_KEPT = 1 << 21
 
 
 class AdamW(torch.optim.Optimizer):
@@ -142,7 +144,8 @@ class AdamW(torch.optim.Optimizer):
 
     def _rows_of(self, parameter: Tensor, state: dict[str, Any]) -> tuple[Rows, Tensor]:
         """Views as rows of a parameter, its moments and its gradient. Those of the first three are kept from step to
-        step: to make them takes longer than the kernel of a small parameter.
+        step where the kernel takes less time than to make them. Of large parameters they are not: a view holds memory
+        that the parameter has left, as on its way to the host.
         """
         grad, moments = parameter.grad, (state["exp_avg"], state["exp_avg_sq"])
         assert grad is not None  # of parameters with one
@@ -154,7 +157,8 @@ class AdamW(torch.optim.Optimizer):
         if kept is None or not kept.are_of(parameter, grad, moments):
             param, grad, *others = _rows([parameter, grad, *moments])
             rows = (param, others[0], others[1])
-            if param.ndim == 2 and param.shape[1] == ROW and param.is_contiguous():
+            views.pop(parameter, None)
+            if param.shape[-1] == ROW and param.ndim == 2 and param.is_contiguous() and param.numel() <= MOST_KEPT:
                 views[parameter] = _Views(rows, moments, parameter.data_ptr(), parameter.shape)
             return rows, grad
         return kept.rows, grad.view(-1, ROW)
@@ -195,11 +199,13 @@ class _Views(NamedTuple):
     shape: torch.Size
 
     def are_of(self, parameter: Tensor, grad: Tensor, moments: tuple[Tensor, Tensor]) -> bool:
-        """Whether the parameter lies where it did, with these moments, and its gradient as it does."""
+        """Whether the parameter and these moments lie where they did, and the gradient as its parameter does."""
         return (
             moments[0] is self.moments[0]
             and moments[1] is self.moments[1]
             and parameter.data_ptr() == self.address
+            and moments[0].data_ptr() == self.rows[1].data_ptr()
+            and moments[1].data_ptr() == self.rows[2].data_ptr()
             and parameter.shape == self.shape
             and parameter.dtype == self.rows[0].dtype
             and parameter.is_contiguous()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from cute_ops_torch.optim import AdamW
+from cute_ops_torch.optim import MOST_KEPT, AdamW
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -296,3 +296,30 @@ def test_parameters_that_change_between_steps(device: str) -> None:
             parameter.grad = slope.clone() if change is not changes[3] else slope.t()
             optimizer.step()
         torch.testing.assert_close(*pair, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_moments_whose_data_is_replaced(device: str) -> None:
+    """``state["exp_avg"].data = ...``, by which trainers move moments, leaves the tensor and changes its memory."""
+    pair = [nn.Parameter(torch.ones(64, 64, device=device)) for _ in range(2)]
+    optimizers = AdamW([pair[0]], lr=0.1), torch.optim.AdamW([pair[1]], lr=0.1)
+    for step in range(3):
+        for parameter, optimizer in zip(pair, optimizers, strict=True):
+            parameter.grad = torch.full_like(parameter, 0.5 - step)
+            optimizer.step()
+            for name in ("exp_avg", "exp_avg_sq"):
+                moment = optimizer.state[parameter][name]
+                moment.data = moment.data.clone() * 2
+    torch.testing.assert_close(*pair, rtol=1e-5, atol=1e-5)
+
+
+def test_a_large_parameter_leaves_its_memory() -> None:
+    """A model that is moved between steps frees what it leaves, though its optimizer is alive."""
+    parameter = nn.Parameter(torch.ones(MOST_KEPT // 1024 + 1, 1024))
+    optimizer = AdamW([parameter], lr=0.1)
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    left = parameter.untyped_storage()._weak_ref()
+    parameter.data = parameter.data.clone()
+    assert torch.UntypedStorage._expired(left)
+    torch.UntypedStorage._free_weak_ref(left)
