@@ -308,6 +308,10 @@ def _losses(config: Mapping[str, Any], dtype: str) -> Iterator[Call]:
         yield Call("cross_entropy_step", step, weight | memory, attrs)
     for memory in ({}, aligned):
         yield Call("cross_entropy", {"logits": logits, "target": target}, memory, attrs)
+    # The mean of the kept rows' losses, and the cotangent of each: one over their number.
+    losses: dict[str, Array]
+    for losses in ({}, {"loss": step["dloss"]}):
+        yield Call("kept_mean", {"target": target, **losses})
     # Gradients as one row of any length, scaled by the loss's cotangent.
     yield Call("scale", {"x": Array((1, ROWS), dtype), "factor": Array((1,), "float32")})
 
