@@ -15,6 +15,7 @@ from cute_ops.constants import of_attributes
 from cute_ops.declaration.op import Op
 from cute_ops.declaration.tensor import Tensor
 from cute_ops_torch.library import copies
+from cute_ops_torch.library.modes import EXACT
 from cute_ops_torch.library.no_gradient import no_gradients
 from cute_ops_torch.library.remembered import remembered
 from cute_ops_torch.library.scaled_gradient import scaled_gradients
@@ -269,12 +270,15 @@ def _with_gradient(op: Op, grad: _Step, given: tuple[str, ...], saving: Op | Non
     mark, nothing = _marker(op, given), (None,) * (1 + taken)
     shown = len(op.outputs)
     saved, alone = _take([*inputs, *(taken + k for k in outputs)]), len(grad.outputs) == 1
+    composed = op.program is not None
     thin = [inputs.index(k) for k in inputs if given[k] in grad.shapes]
     numbers, has_numbers = _take([count + list(op.scalars).index(n) for n in grad.scalars]), bool(grad.scalars)
 
     # `save_for_backward` and `set_materialize_grads` assign these attributes and do nothing else.
     def forward(ctx: Any, run: Call, *args: Any) -> Any:
         out = run(*args)
+        if composed:
+            out = _own(out, args) if single else tuple([_own(t, args) for t in out])
         made = (out,) if single else out
         if has_numbers:
             ctx.numbers = numbers(args)
@@ -290,7 +294,10 @@ def _with_gradient(op: Op, grad: _Step, given: tuple[str, ...], saving: Op | Non
     def forward_of_inputs(ctx: Any, run: Call, *tensors: Any) -> Any:
         ctx.to_save = tensors
         ctx.materialize_grads = False
-        return run(*tensors)
+        out = run(*tensors)
+        if composed:
+            return _own(out, tensors) if single else tuple([_own(t, tensors) for t in out])
+        return out
 
     def backward(ctx: Any, *cotangents: Any) -> Any:
         for k, place, merged, may_miss in read:
@@ -310,6 +317,16 @@ def _with_gradient(op: Op, grad: _Step, given: tuple[str, ...], saving: Op | Non
 
     only_inputs = len(inputs) == count and not (outputs or required or mark or op.scalars or thin)
     return forward_of_inputs if only_inputs else forward, backward
+
+
+def _own(out: torch.Tensor | None, args: Sequence[Any]) -> torch.Tensor | None:
+    """A result of a program, no view where it is one of what the program has made: torch lets nobody write in place to
+    a view that a node returns.
+    """
+    if out is None or not out._is_view() or type(out) not in EXACT:
+        return out
+    given = [a for a in args if isinstance(a, torch.Tensor)]
+    return out if any(out._base is a or out._base is a._base for a in given) else out.detach()
 
 
 def _places(names: Iterable[str], wanted: Container[str]) -> list[int]:

@@ -360,3 +360,28 @@ def test_examples_of_a_frozen_norm_are_one_backward() -> None:
         with Names() as names:
             vmap(grad(loss_of(cute_ops_torch.rmsnorm), argnums), (0, None))(x, w)
         assert sum(name.startswith("rmsnorm_bwd") for name in names.seen) == calls
+
+
+IN_PLACE: dict[str, Callable[..., torch.Tensor]] = {
+    "group_norm": lambda x, w: cute_ops_torch.group_norm(x.view(2, 8, 3), w, groups=2),
+    "group_norm, long": lambda x, w: cute_ops_torch.group_norm(x.repeat(1, 6000).view(2, 8, -1), w, groups=1),
+    "group_norm, channels last": lambda x, w: cute_ops_torch.group_norm(
+        x.view(2, 8, 3, 1).contiguous(memory_format=torch.channels_last), w, groups=2
+    ),
+    "loss of a head": lambda x, w: cute_ops_torch.linear_cross_entropy(
+        x.view(6, 8), torch.outer(w, w), torch.arange(6), reduction="none"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_results_may_be_changed_in_place(name: str) -> None:
+    """``relu_`` of a norm, or a mask times the losses of tokens: torch forbids it to a view that a node returns."""
+    torch.manual_seed(0)
+    found, expected = ([torch.randn(2, 24, requires_grad=True), torch.randn(8, requires_grad=True)] for _ in range(2))
+    for one, other in zip(found, expected, strict=True):
+        other.data = one.data
+    IN_PLACE[name](*found).mul_(2).relu_().sum().backward()
+    (IN_PLACE[name](*expected) * 2).relu().sum().backward()
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
