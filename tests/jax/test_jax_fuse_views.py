@@ -111,7 +111,7 @@ def picked(x: jax.Array, t: jax.Array) -> jax.Array:
     lambda x, t: -jax.nn.log_softmax(jnp.stack([x, 2 * x]).reshape(4, 4, 8))[
         jnp.arange(4)[None], jnp.arange(4)[:, None], t[:4, None]
     ].sum(-1),
-], ids=str)  # fmt: skip
+])  # fmt: skip
 def test_what_reads_other_rows_is_no_loss(function: Function) -> None:
     """There are as many rows as classes."""
     assert "cross_entropy" not in check(function, LOGITS, TARGET)
