@@ -92,25 +92,36 @@ def _as_rows(tree: ast.FunctionDef, call: str) -> bool:
 
 
 def _flattens(tree: ast.FunctionDef, call: str) -> bool:
-    """Whether a ``forward`` reads a module's output by ``flatten(2)``, and before that by its shape at most.
+    """Whether a ``forward`` reads a module's output by ``flatten(2)``, and else its shape at most.
 
     The output's strides are others than a convolution's, at which another view may fail.
     """
     nodes = list(ast.walk(tree))
     around = {id(child): node for node in nodes for child in ast.iter_child_nodes(node)}
     calls = [n for n in nodes if isinstance(n, ast.Call) and ast.unparse(n.func) == call]
-    found = around[id(calls[0])] if len(calls) == 1 else None
-    if isinstance(found, ast.Assign):
-        found = _first_use(found, nodes, around)
-    return found is not None and _is_flatten(found, around)
+    if len(calls) != 1:
+        return False
+    use = around[id(calls[0])]
+    uses = _uses(use, nodes, around) if isinstance(use, ast.Assign) else [use]
+    return bool(uses) and all(_is_flatten(each, around) for each in uses)
 
 
-def _first_use(given: ast.Assign, nodes: list[ast.AST], around: dict[int, ast.AST]) -> ast.AST | None:
-    """What is done first to the value of an assignment to one name, but for reading its shape."""
+def _uses(given: ast.Assign, nodes: list[ast.AST], around: dict[int, ast.AST]) -> list[ast.AST]:
+    """What is done to the value of an assignment to one name, but for reading its shape, until the name gets what was
+    made of that.
+    """
     name = ast.unparse(given.targets[0]) if len(given.targets) == 1 else ""
     reads = [n for n in nodes if isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Load)]
     later = sorted((n for n in reads if n.lineno > given.lineno), key=lambda n: (n.lineno, n.col_offset))
-    return next((use for read in later if not _is(use := around[id(read)], "shape")), None)
+    found: list[ast.AST] = []
+    for read in later:
+        if not _is(use := around[id(read)], "shape"):
+            found.append(use)
+            while not isinstance(use, ast.stmt):
+                use = around[id(use)]
+            if isinstance(use, ast.Assign) and [ast.unparse(t) for t in use.targets] == [name]:
+                break
+    return found
 
 
 def _is_flatten(node: ast.AST, around: dict[int, ast.AST]) -> bool:
