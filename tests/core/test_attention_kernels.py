@@ -184,8 +184,11 @@ def test_polynomials_in_the_place_of_tanh() -> None:
         x = np.linspace(1e-3, near.bound, 1000)
         assert np.abs(polynomial(near, x) / np.tanh(x) - 1).max() < 2.0**-18
     assert (np.diff(polynomial(QUINTIC, np.linspace(-50, 50, 10001))) > 0).all()
-    for cap in (1.0, 50.0, 1000.0):
+    tiny = CappedSoftmax((1e-12, 0.088e12), 1.0, 0.0, 8.0, False)  # factors of x^5 would be infinite
+    assert not all(low < high for low, high in map(tiny.range_of, tiny.near))
+    for cap in (1e-6, 1.0, 50.0, 1000.0):
         capped = CappedSoftmax((cap, 0.088 / cap), 2 * cap, -cap, 8.0, False)
+        assert all(low < high for low, high in map(capped.range_of, capped.near))
         assert all(2 * cap * np.tanh(capped.range_of(near)[1] * capped.inner) <= LOWEST for near in capped.near)
 
 

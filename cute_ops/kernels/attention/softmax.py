@@ -16,6 +16,7 @@ LN2 = math.log(2)
 # of 128 columns takes as many instructions as a tile of 128 keys has scores.
 GROWTH = 8.0
 NEGLIGIBLE = 1e-6  # an error of a weight, relative to the row's largest weight
+LARGEST = 1e38  # a factor that float32 holds
 LOWEST = 60.0  # how far a row's weights may be below 1, as powers of e, where they have the exponents of float32
 
 
@@ -210,6 +211,8 @@ class CappedSoftmax(OnlineSoftmax):
 
     def range_of(self, near):
         """Between which numbers a row's largest product is where a polynomial is accurate enough."""
+        if self.outer * self.inner ** (2 * len(near.factors) - 1) > LARGEST:
+            return 0.0, 0.0  # of a cap so small that float32 does not hold its factors
         if not self.signed:
             return 0.0, min(near.bound, LOWEST / 2 / self.outer) / self.inner
         points = [near.bound + i / 100 for i in range(400)]
