@@ -18,7 +18,8 @@ class Layouts(Generic[Array]):
         xp: its namespace: ``torch`` or ``jax.numpy``.
         register: makes functions of ops.
         frequencies: ``base ** (-j / r)`` for j below r, in float32, on the device of an array.
-        places: integers below r, there, too.
+        places: int32 below r, there, too.
+        float32: an array in float32, where it is.
         kept: ``kept(key, make, x)``: an array that depends on the key and on the device of x alone, made or kept.
         constant: an array, of which nothing is differentiated.
         turned: an array whose first dim is its last.
@@ -27,11 +28,12 @@ class Layouts(Generic[Array]):
 
     def __init__(
         self, xp: Any, register: Callable[..., Any], *, frequencies: Callable[[float, int, Any], Any],
-        places: Callable[[int, Any], Any], kept: Callable[[Any, Callable[[], Any], Any], Any],
-        constant: Callable[[Any], Any], turned: Callable[[Any], Any], channels_last: Callable[[Any], bool],
+        places: Callable[[int, Any], Any], float32: Callable[[Any], Any],
+        kept: Callable[[Any, Callable[[], Any], Any], Any], constant: Callable[[Any], Any],
+        turned: Callable[[Any], Any], channels_last: Callable[[Any], bool],
     ) -> None:  # fmt: skip
         self._xp, self._frequencies, self._places, self._channels_last = xp, frequencies, places, channels_last
-        self._kept, self._constant, self._turned = kept, constant, turned
+        self._float32, self._kept, self._constant, self._turned = float32, kept, constant, turned
         self._rope, self._rope_packed, self._rope_tables = map(register, (rope, rope_packed, rope_tables))
         norms = group_norm_last, group_norm_first, group_norm_long
         self._group_norm_last, self._group_norm_first, self._group_norm_long = map(register, norms)
@@ -127,11 +129,11 @@ class Layouts(Generic[Array]):
         if frequencies is None:
             steps = self._kept((base, r), lambda: self._frequencies(base, r, given), given)
         else:
-            steps = self._xp.asarray(self._constant(frequencies), dtype=self._xp.float32)
+            steps = self._float32(self._constant(frequencies))
         section = self._kept((sections, mixed, r), lambda: self._section(sections, mixed, r, given), given)
         at = self._turned(at) if sections else at[..., None]
         if str(at.dtype).rpartition(".")[2] not in rope_tables.dtypes["I"]:
-            at = self._xp.asarray(at, dtype=self._xp.float32)
+            at = self._float32(at)
         cos, sin = self._rope_tables(self._constant(at), steps, section)
         if heads:
             return self._rope_packed(x, cos, sin, heads, interleaved)  # type: ignore[no-any-return]
@@ -148,7 +150,7 @@ class Layouts(Generic[Array]):
             else:
                 own = (places >= start) & (places < start + sections[k])
             section = self._xp.where(own, k, section)
-        return self._xp.asarray(section, dtype=self._xp.int32)
+        return section
 
     def _check_sections(self, sections: tuple[int, ...], r: int, count: int) -> None:
         """Raise ValueError for sections that are not those of r angles, or of so many positions."""

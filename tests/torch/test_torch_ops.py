@@ -251,3 +251,14 @@ def test_only_an_allocator_that_caches_must_hand_out_poisoned_memory(monkeypatch
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
     runner._call(op, tensors, op.attrs)
     assert "because PyTorch's allocator is cudaMallocAsync" in runner.not_checked()
+
+
+@pytest.mark.parametrize("options", [{}, {"sections": (1, 3)}, {"frequencies": torch.ones(4).double()}], ids=str)
+def test_positions_are_where_x_is(options: dict[str, Any]) -> None:
+    """Under a default device, too, on which torch puts what is made without one."""
+    x, positions = torch.randn(2, 5, 3, 8), torch.arange(5.0).double()
+    at = positions.expand(2, 5) if "sections" in options else positions
+    want = cute_ops_torch.rope_from_positions(x, at, **options)
+    with torch.device("meta"):
+        found = cute_ops_torch.rope_from_positions(x, at, **options)
+    assert torch.equal(found, want)
