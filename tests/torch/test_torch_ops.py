@@ -262,3 +262,15 @@ def test_positions_are_where_x_is(options: dict[str, Any]) -> None:
     with torch.device("meta"):
         found = cute_ops_torch.rope_from_positions(x, at, **options)
     assert torch.equal(found, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_mean_loss_under_another_default_dtype(dtype: torch.dtype) -> None:
+    hidden, weight, target = torch.randn(600, 8, requires_grad=True), torch.randn(16, 8), torch.randint(16, (600,))
+    (want,) = torch.autograd.grad(cute_ops_torch.linear_cross_entropy(hidden, weight, target), hidden)
+    torch.set_default_dtype(dtype)
+    try:
+        (found,) = torch.autograd.grad(cute_ops_torch.linear_cross_entropy(hidden, weight, target), hidden)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(found, want)
