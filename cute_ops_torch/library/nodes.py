@@ -323,7 +323,7 @@ def _own(out: torch.Tensor | None, args: Sequence[Any]) -> torch.Tensor | None:
     """A result of a program, no view where it is one of what the program has made: torch lets nobody write in place to
     a view that a node returns.
     """
-    if out is None or not out._is_view() or type(out) not in EXACT:
+    if out is None or not out._is_view() or type(out) not in EXACT or out.requires_grad:  # of an outer level
         return out
     given = [a for a in args if isinstance(a, torch.Tensor)]
     return out if any(out._base is a or out._base is a._base for a in given) else out.detach()
