@@ -1,4 +1,4 @@
-"""What every part of a program becomes, once the values that must be computed by themselves are."""
+"""Decide what each part of a program becomes. A value that no part can compute inside splits its region in two."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cute_ops.fusion.scores import Known
 
 
 class Decision(Protocol):
-    """What something that was found becomes; it stays if ``kind`` is empty."""
+    """The choice for a part of a layer or for an expression, which stays as it is if ``kind`` is empty."""
 
     @property
     def kind(self) -> str: ...

@@ -157,7 +157,7 @@ def _attend(
 
 
 def _check_scale(softmax_scale: float | None) -> None:
-    """Our ops take 0.0 for the root of the head dim."""
+    """Raise NotImplementedError for scales that are not positive: 0.0 is our ops' default, one over the root of d."""
     if softmax_scale is not None and softmax_scale <= 0:
         raise NotImplementedError(
             f"flash_attn: softmax_scale={softmax_scale} is not implemented, only positive numbers and None."

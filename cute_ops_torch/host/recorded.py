@@ -166,8 +166,8 @@ class Record(TorchFunctionMode):
         return dict(zip(op.outputs, made, strict=True))
 
     def _written(self, op: Op, tensors: Sequence[Any], over: bool) -> dict[str, Tensor]:
-        """The memory of the outputs that are donated some, if the program has made it, or may write to what is given:
-        then nothing else reads it.
+        """The inputs whose memory an op's outputs take, by output. Empty unless the program has made these inputs, or
+        may write ``over`` what it is given: then nothing else reads them.
         """
         places = {name: list(op.inputs).index(t.donates) for name, t in op.outputs.items() if t.donates}
         found = {name: tensors[place] for name, place in places.items()}

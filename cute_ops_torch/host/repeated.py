@@ -1,7 +1,7 @@
-"""The steps of a backward as one call: what the first one ran, for all that are like it, by one guard.
+"""One guarded call for all the steps of a backward.
 
-Each step is an op, whose function looks at the types, shapes and strides of its tensors. One guard of what the whole
-backward gets implies all of theirs.
+Each step is an op, whose function looks at the types, shapes and strides of its tensors. One guard of the tensors that
+the whole backward gets implies all of these. The first call notes what its steps run; calls like it repeat that.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _profiled: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore
 
 
 class Signature(NamedTuple):
-    """What a guard asks of an op: here of tensors alone."""
+    """The part of an op that a guard reads. There are only tensors."""
 
     name: str
     inputs: Mapping[str, Tensor]
@@ -34,12 +34,13 @@ class Signature(NamedTuple):
 
 
 def repeated(signature: Signature, run: Call, otherwise: Call) -> Call:
-    """``call(*tensors)``: the tuple that ``run(record, *tensors)`` returns, which runs ops by ``record.run_op``.
+    """Make ``call(*tensors)``, which returns the tuple that ``run(record, *tensors)`` does. That runs ops by
+    ``record.run_op``.
 
     Args:
         signature: a name for tracebacks, and the tensors by name, the first one required.
         run: the function, without gradients.
-        otherwise: the same of calls that are observed or differentiated, and of those that cannot be repeated.
+        otherwise: computes the tuple in calls that are observed or differentiated, and that cannot be repeated.
     """
     op: Any = signature
     calls = GuardedCalls(op, lambda *_: None)

@@ -29,7 +29,7 @@ from cute_ops_torch.huggingface.statements import compiled
 
 Tensor = torch.Tensor
 _LATER, _NOW = "_cute_later", "_cute_now"
-# What functions of one tensor are SiLU: torch's, and those that a model's modules are found to call.
+# Functions of one tensor that are SiLU: torch's, and those found in models.
 _SILU: dict[Any, bool] = {nn.functional.silu: True}
 
 

@@ -264,7 +264,7 @@ def _next_token_loss(
     if isinstance(count, int | float):
         count = hidden.new_full((), count, dtype=torch.float32 if isinstance(count, float) else torch.int64)
     divisor = None
-    # A trainer's number is in float32 since it divides that by its ranks. It may be 0: gradients are 0, then, too.
+    # A trainer's number is in float32 if it has divided that by its ranks.
     if isinstance(count, Tensor) and count.ndim == 0 and count.dtype in _COUNTS:
         divisor, count = count.to(hidden.device), None
     loss = loss_of_head(

@@ -27,12 +27,12 @@ _ALIGNMENT = 8
 
 
 def _convolve(self: Any, input: Tensor) -> Any:
-    """Of an input with any number of windows."""
+    """Convolve an input with any number of windows."""
     return _multiply(self, input)
 
 
 def _convolve_whole(self: Any, input: Tensor) -> Any:
-    """Of an input that is one window: the output lies in memory as a convolution's."""
+    """Convolve an input that is one window: its output lies in memory as a convolution's does."""
     return _multiply(self, input) if input.shape[2:] == self.kernel_size else NotImplemented
 
 

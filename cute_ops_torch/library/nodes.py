@@ -320,8 +320,8 @@ def _with_gradient(op: Op, grad: _Step, given: tuple[str, ...], saving: Op | Non
 
 
 def _own(out: torch.Tensor | None, args: Sequence[Any]) -> torch.Tensor | None:
-    """A result of a program, no view where it is one of what the program has made: torch lets nobody write in place to
-    a view that a node returns.
+    """Detach a result of a program that is a view of what the program has made. Torch forbids in-place writes to a view
+    that a node returns.
     """
     if out is None or not out._is_view() or type(out) not in EXACT or out.requires_grad:  # of an outer level
         return out
