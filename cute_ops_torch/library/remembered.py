@@ -34,5 +34,12 @@ def constant_of_device(key: Any, make: Callable[[], torch.Tensor], x: torch.Tens
     watched = torch.compiler.is_compiling() or type(x) not in EXACT or transforms_active()
     if watched or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
         return make()
+
+    def made() -> torch.Tensor:
+        found = make()
+        if x.is_cuda:  # calls on other streams read it, and do not wait for this one
+            torch.cuda.current_stream(x.device).synchronize()
+        return found
+
     with torch.inference_mode(False):
-        return remembered(_CONSTANTS, (key, x.device), make)
+        return remembered(_CONSTANTS, (key, x.device), made)
