@@ -89,12 +89,13 @@ class Problem(NamedTuple):
             assert not any(o.isnan().any() for o in given if o is not None)
 
     def strided(self) -> list[torch.Tensor | None]:
-        """The inputs as slices of wider rows, of NaN; numbers per row as every third of a row."""
+        """The inputs as slices of wider rows, of NaN or -1; numbers per row as every third of a row."""
         strided = []
         for t, declared in zip(self.tensors(), self.op.inputs.values(), strict=True):
             if t is not None and declared.rows:
                 if declared.dims:
-                    wide = torch.full((*t.shape[:-1], 3 * t.shape[-1] + 5), torch.nan, dtype=t.dtype)
+                    around = torch.nan if t.is_floating_point() else -1
+                    wide = torch.full((*t.shape[:-1], 3 * t.shape[-1] + 5), around, dtype=t.dtype)
                     view = wide[..., t.shape[-1] : 2 * t.shape[-1]]
                 else:
                     view = torch.full((*t.shape, 3), -1, dtype=t.dtype)[..., 1]
