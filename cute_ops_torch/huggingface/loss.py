@@ -279,7 +279,8 @@ _COUNTS = (torch.int64, torch.int32, torch.float32)
 
 def _counts_in_graph() -> bool:
     """Whether a program is being compiled that can wait for the GPU: one for another process might not."""
-    return torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+    # The flag itself: Dynamo of torch 2.11 takes `is_exporting()` for true in each compile.
+    return torch.compiler.is_compiling() and not getattr(torch.compiler, "_is_exporting_flag", False)
 
 
 def _loss_of_logits(
