@@ -274,12 +274,7 @@ class MlaDecodeSm90(Latent):
     ):  # fmt: skip
         count = work.end - work.begin
         for index in cutlass.range(0, count, GROUPS, unroll=1):
-            self._score(own, shared, (index, 0))
-            whole = self._is_whole(work, shared, index, 0)
-            warpgroup.wait_group(0)
-            factors = self._weigh(own, work, shared, (index, 0, thread), whole)
-            self._lay_weights(own, shared, (0, thread), factors)
-            self._add_own(own, shared, (0, thread), factors)
+            self._take_block(own, work, shared, (index, 0, thread))
             if index + 1 < count:
                 self._add_other(own, shared, (1, thread))
 
@@ -290,14 +285,22 @@ class MlaDecodeSm90(Latent):
         count = work.end - work.begin
         for index in cutlass.range(1, count, GROUPS, unroll=1):
             self._add_other(own, shared, (0, thread))
-            self._score(own, shared, (index, 1))
-            whole = self._is_whole(work, shared, index, 1)
-            warpgroup.wait_group(0)
-            factors = self._weigh(own, work, shared, (index, 1, thread), whole)
-            self._lay_weights(own, shared, (1, thread), factors)
-            self._add_own(own, shared, (1, thread), factors)
+            self._take_block(own, work, shared, (index, 1, thread))
         if count % GROUPS == 1:
             self._add_other(own, shared, (0, thread))
+
+    @cute.jit
+    def _take_block(
+        self, own: cutlass.Constexpr, work: cutlass.Constexpr, shared: cutlass.Constexpr, place: cutlass.Constexpr
+    ):  # fmt: skip
+        """Score a block of a warpgroup, lay its weights for the other one, and add its values to the own columns."""
+        index, group, thread = place
+        self._score(own, shared, (index, group))
+        whole = self._is_whole(work, shared, index, group)
+        warpgroup.wait_group(0)
+        factors = self._weigh(own, work, shared, place, whole)
+        self._lay_weights(own, shared, (group, thread), factors)
+        self._add_own(own, shared, (group, thread), factors)
 
     @cute.jit
     def _score(self, own: cutlass.Constexpr, shared: cutlass.Constexpr, place: cutlass.Constexpr):
