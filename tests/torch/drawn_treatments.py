@@ -258,16 +258,21 @@ def _call(state: State, rng: random.Random, **given: Any) -> State:
     return state
 
 
-def _train(state: State, rng: random.Random) -> State:
-    inputs, model = _inputs(state, rng), state.model.train()
-    model.zero_grad()
-    out = model(**inputs)
+def _step(state: State, model: Any, run: Any, inputs: dict[str, Any]) -> None:
+    """Keeps the results and gradients of a training step, which ``run`` does of the model."""
+    out = run(**inputs)
     _note(state, out, inputs.get("attention_mask"), logits=False)
     if out.loss.requires_grad:
         out.loss.backward()
     for name, p in model.named_parameters():
         if p.grad is not None:
             state.found[f"gradient of {name}"] = p.grad.clone().float()
+
+
+def _train(state: State, rng: random.Random) -> State:
+    inputs, model = _inputs(state, rng), state.model.train()
+    model.zero_grad()
+    _step(state, model, model, inputs)
     with torch.no_grad():
         _note(state, model.eval()(**inputs), inputs.get("attention_mask"))
     return state
@@ -466,13 +471,7 @@ def _compiled(state: State, rng: random.Random) -> State:
     model.zero_grad()
     torch._dynamo.reset()
     run = torch.compile(model, backend=rng.choice(("eager", "aot_eager"))) if state.patches else model
-    out = run(**inputs)
-    _note(state, out, inputs.get("attention_mask"), logits=False)
-    if out.loss.requires_grad:
-        out.loss.backward()
-    for name, p in model.named_parameters():
-        if p.grad is not None:
-            state.found[f"gradient of {name}"] = p.grad.clone().float()
+    _step(state, model, run, inputs)
     torch._dynamo.reset()
     return state
 
