@@ -64,7 +64,7 @@ def step_on(index, slot, step, size):
 
 @cute.jit
 def page_entry(keys: cutlass.Constexpr, index, tile, lane):
-    """What the table has for a lane's key of a tile; -1 behind the last key."""
+    """The table's entry for the page of a lane's key of a tile; -1 behind the last key."""
     entry = Int32(-1)
     if const_expr(keys.paged):
         entry = table_entry(keys.table, keys.batch, index, keys.key(tile, lane) < keys.count)
@@ -73,8 +73,10 @@ def page_entry(keys: cutlass.Constexpr, index, tile, lane):
 
 @cute.jit
 def table_entry(table, batch, index, there):
-    """What a table has for a page of a sequence; -1 where none is ``there``. :func:`page_of` says which page that is,
-    as late as possible: who compares a number waits for it.
+    """The entry of a page table for one page of a sequence; -1 unless ``there``.
+
+    The entry is not compared here, because a comparison waits for the load. :func:`page_of` does that when the page is
+    needed.
     """
     entry = table.element_type(-1)
     if there:
@@ -83,7 +85,7 @@ def table_entry(table, batch, index, there):
 
 
 def page_of(entry, mCache):
-    """The page that a table's entry says; -1 where that is none of the cache's."""
+    """The number of the page that a table's entry names; -1 where the cache has no such page."""
     page = Int64(entry)
     return cutlass.select_((page >= 0) & (page < mCache.shape[0]), Int32(page), Int32(-1))
 

@@ -17,7 +17,7 @@ ROWS = ("x", "dout", "initial_state", "dfinal_state", "dx", "dinitial_state", "o
 CHANNELS = 4
 # On an H200, 40 to 60 KB that are on their way to an SM are enough; with more, the gradient becomes slower.
 AHEAD, AHEAD_BACKWARD = 9, 6
-# The same of rows that start anywhere, for which a thread's channels are a warp apart.
+# The two numbers above for rows that start anywhere, where the channels of a thread are a warp apart.
 AHEAD_APART, AHEAD_APART_BACKWARD = 6, 4
 # The rows before a span are loaded twice: 6% of the loads with 48 rows, from L2.
 SPAN = 48
