@@ -201,7 +201,9 @@ def _has_pairs(module: nn.Module, model: nn.Module) -> bool:
 
 
 def _meant(module: nn.Module, function: ast.expr, me: str, forward: Any) -> Any:
-    """What an expression of names stands for in a ``forward``."""
+    """The object that a name or a dotted name in the source of a ``forward`` refers to, such as ``self.act`` or
+    ``F.silu``; None if it cannot be found.
+    """
     first, *names = ast.unparse(function).split(".") if isinstance(function, ast.Name | ast.Attribute) else [""]
     found = module if first == me else forward.__globals__.get(first)
     for name in names:
