@@ -65,12 +65,14 @@ MANY_REDUCTIONS, MANY_REDUCED_THREADS = 3, 768
 # vector, as in the norms' backward. A thread adds up at most MOST_SUMMED vectors.
 MOST_SUMMED = 10
 PERSISTENT = ((384, (1, 1024)), (768, (2, 640)), (float("inf"), (4, 512)))
-# Sums of two row vectors, of expressions that reduce rows, too: the vectors of a thread, whichever number gives the
-# busiest of an SM's schedulers the fewest, since few warps are to take part in each reduction. Threads of an SM where
-# rows of 16 bits take a whole CTA of SUMS_THREADS, others, and of 32 bits, whose sums take half as many registers.
-SUMS_VECTORS, SUMS_THREADS, SUMS_FEWER_THREADS, SUMS_WIDE_THREADS = (3, 4, 5), 256, 384, 512
-# Unaligned ones are in CTAs of fewer threads.
-SUMS_UNALIGNED_THREADS = 128
+# Expressions that reduce rows and add up two row vectors: vectors of a thread. Of these numbers the one counts with
+# which the busiest of an SM's schedulers has the fewest vectors; a thread has several, because each warp of a row takes
+# part in each reduction.
+SUMS_VECTORS = (3, 4, 5)
+# Their threads of an SM: rows of 16 bits that take a whole CTA of SUMS_THREADS have as many, other rows of 16 bits
+# SUMS_FEWER_THREADS. The sums of 32 bits take half as many registers: SUMS_WIDE_THREADS. CTAs of unaligned rows have
+# SUMS_UNALIGNED_THREADS.
+SUMS_THREADS, SUMS_FEWER_THREADS, SUMS_WIDE_THREADS, SUMS_UNALIGNED_THREADS = 256, 384, 512, 128
 # Threads of an SM, times row vectors of sums, up to which one more CTA has registers where clusters would be idle.
 IDLE_THREADS = 896
 # Sums over short unaligned rows: threads of a row by its vectors and those of an SM.

@@ -51,11 +51,12 @@ WIDE_ROW_VECTORS = 256
 # In shared memory, vectors of a thread where a CTA takes more than DEEP_SPAN vectors of a row with a weight and a scale
 # of its own.
 DEEP_SPAN, DEEP_PER_THREAD = 2048, 16
-# Threads of an SM with rows in shared memory: of unaligned rows; of aligned rows with a weight, which takes registers,
-# twice as many in float32, by whether a thread has DEEP_PER_THREAD; of unaligned rows with a weight, by whether a scale
-# is a row's or a block's.
+# Threads of an SM with rows in shared memory, where they are not SMEM_SM_THREADS. A weight takes registers. First
+# unaligned rows without a weight, then aligned rows with a weight of 16 bits.
 SMEM_SM_THREADS_UNALIGNED, SMEM_SM_THREADS_WEIGHT = 1632, 1024
+# Aligned rows with a float32 weight, by whether a thread has DEEP_PER_THREAD vectors.
 SMEM_SM_THREADS_WIDE_WEIGHT = {False: 512, True: 384}
+# Unaligned rows with a weight and a scale for each row, then with a scale for each block.
 SMEM_SM_THREADS_WEIGHT_BY_ROW, SMEM_SM_THREADS_WEIGHT_BY_BLOCK = 896, 1248
 
 

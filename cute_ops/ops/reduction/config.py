@@ -45,8 +45,8 @@ REDUCED_SMEM_ROW = 16_384
 # CTAs per SM that read rows twice. FEW: where at most so many take all rows at once, as many as the busiest SM needs:
 # with room for more, some SMs would take more than others.
 TWO_PASS_CTAS, FEW_TWO_PASS_CTAS = 4, 5
-# Rows in shared memory with the place of the largest number: vectors of a thread, threads of a CTA at least, and of an
-# SM.
+# Rows in shared memory of which the place of the largest number is found: vectors of a thread, least threads of a CTA,
+# most threads of an SM.
 PLACED_PER_THREAD, PLACED_THREADS, PLACED_SM_THREADS = 12, 2 * WARP, 1280
 # Vectors of a thread in unaligned rows of up to a warp's vectors.
 UNALIGNED_PER_THREAD = 4
