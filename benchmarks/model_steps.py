@@ -4,7 +4,9 @@ Each model has the sizes of one that people train, in one layer's width, heads, 
 so that a step takes 20 to 60 ms. The harness is that of ``llama_step.py``: bfloat16, fused AdamW, the same weights and
 inputs for every contender, a process for each, which take turns; their first losses are compared. Dropout is off, for
 the losses to be comparable. A process runs all models, one after the other, so that a model costs a compile and some
-steps, not a start. What the contenders say (what ``patch`` replaced and left, kernels) is kept beside the CSV file.
+steps, not a start; with ``--together`` each model has processes of its own, which all compile at the same time and keep
+their memory until their model is measured. What the contenders say (what ``patch`` replaced and left, kernels) is kept
+beside the CSV file.
 
 python benchmarks/model_steps.py --out out/benchmarks [--models BERT-large ViT-H] [--contenders eager ours]
 """
@@ -15,6 +17,7 @@ import argparse
 import gc
 import json
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -263,6 +266,15 @@ class Contender(Worker):
         if self._process.poll() is None:
             print(line, file=self._process.stdin, flush=True)
 
+    def ready_by(self, end: float) -> bool:
+        """Waits until it has done what it was told; it is ended where that takes beyond a time of the clock."""
+        late = threading.Timer(max(0.0, min(end - time.monotonic(), threading.TIMEOUT_MAX)), self._process.kill)
+        late.start()
+        try:
+            return self.ready()
+        finally:
+            late.cancel()
+
     def row(self, name: str) -> dict[str, Any]:
         """Its row of a model, the last that it was told of."""
         assert self._process.stdout
@@ -278,12 +290,18 @@ class Contender(Worker):
         return self._errors.read()
 
 
+def warm_up(contenders: Mapping[str, list[Contender]], end: float) -> None:
+    """Builds models and takes their first steps, in all processes at the same time, until a time of the clock."""
+    for name, several in contenders.items():
+        for each in several:
+            each.tell(name)
+    for several in contenders.values():
+        for each in several:
+            each.ready_by(end)
+
+
 def measure(name: str, contenders: list[Contender], steps: int, rounds: int) -> list[dict[str, Any]]:
-    """A row of a model for each contender. They warm up at the same time, then take turns."""
-    for each in contenders:
-        each.tell(name)
-    for each in contenders:
-        each.ready()
+    """A row of a model for each contender, which are warm and take turns."""
     for _ in range(rounds):
         for each in contenders:
             each.tell(str(steps))
@@ -312,7 +330,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), choices=CONTENDERS)
     parser.add_argument("--steps", type=int, default=4, help="steps of one sample")
     parser.add_argument("--rounds", type=int, default=5, help="samples")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no model after so many")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="begin no model, and wait for none, after so many"
+    )
+    parser.add_argument("--together", action="store_true", help="warm up all models at once: memory for all of them")
     parser.add_argument("--append", action="store_true", help="keep the rows of an earlier run")
     parser.add_argument("--cpu-smoke", action="store_true", help="tiny models on the CPU: checks this file only")
     parser.add_argument("--profile", type=int, default=0, help="kernels of a step that are listed, by their time")
@@ -326,15 +347,23 @@ def main(arguments: list[str] | None = None) -> int:
             print(READY if row is None else json.dumps(row), flush=True)
         return 0
 
-    begin, wrong = time.monotonic(), False
+    end, wrong = time.monotonic() + options.seconds, False
     console, path = Console(width=150), options.out / "model_steps.csv"
     table = Table(path, COLUMNS, append=options.append)
     passed_on = ["--profile", str(options.profile), *(["--cpu-smoke"] if options.cpu_smoke else [])]
-    contenders = [Contender(name, passed_on, __file__) for name in options.contenders]
-    for name in options.models:
-        if time.monotonic() - begin > options.seconds:
-            console.print(f"{name}: no time left")
-            continue
+
+    def start() -> list[Contender]:
+        return [Contender(each, passed_on, __file__) for each in options.contenders]
+
+    started = {name: start() for name in options.models} if options.together else dict.fromkeys(options.models, start())
+    if options.together:
+        warm_up(started, end)
+    for name, contenders in started.items():
+        if not options.together:
+            if time.monotonic() > end:
+                console.print(f"{name}: no time left")
+                continue
+            warm_up({name: contenders}, end)
         rows = measure(name, contenders, options.steps, options.rounds)
         for row in rows:
             table.add(row)
@@ -345,8 +374,11 @@ def main(arguments: list[str] | None = None) -> int:
             console.print(f"[red]{name}: the first losses differ by {max(losses) - min(losses):.3g} nats[/red]")
             wrong = True
     show(path, console)
-    for each in contenders:
-        (options.out / f"model_steps {each.contender}.txt").write_text(each.end())
+    said = dict.fromkeys(options.contenders, "")
+    for each in dict.fromkeys(each for several in started.values() for each in several):
+        said[each.contender] += each.end()
+    for contender, text in said.items():
+        (options.out / f"model_steps {contender}.txt").write_text(text)
     return int(wrong)
 
 
