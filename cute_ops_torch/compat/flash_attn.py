@@ -7,6 +7,7 @@ zeros, which copies. Dropout is refused.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -195,6 +196,9 @@ def flash_attn_with_kvcache(
     """Attention of new queries of each sequence to a cache, contiguous or in pages of any size: by
     :func:`cute_ops_torch.decode_attention` up to 16 that are causal, else by :func:`cute_ops_torch.attention`.
 
+    Sequence i has row ``cache_batch_idx[i]`` of contiguous caches, in which its keys begin at ``cache_leftpad[i]`` and
+    end at ``cache_seqlens[i]``: what stands before, NaN too, is not read.
+
     With ``k`` and ``v`` the new keys and values are written into the cache behind ``cache_seqlens`` others first, in
     place, keys rotated where ``rotary_cos`` and ``rotary_sin``, (positions, rotary dim / 2), are given; so are queries:
     as the keys behind ``cache_seqlens`` with a causal mask or a window, else all as the first of them. Keys are split
@@ -204,9 +208,9 @@ def flash_attn_with_kvcache(
         ``out``; with ``return_softmax_lse`` ``(out, lse)``.
     """
     name = "flash_attn_with_kvcache"
-    only(
-        name, cache_batch_idx=(cache_batch_idx, None), cache_leftpad=(cache_leftpad, None), num_splits=(num_splits, 0)
-    )  # fmt: skip
+    only(name, num_splits=(num_splits, 0))
+    if block_table is not None and (cache_batch_idx is not None or cache_leftpad is not None):
+        raise ValueError(f"{name}: cache_batch_idx and cache_leftpad are for caches without block_table.")
     _check_scale(softmax_scale)
     _check_together(k, v, rotary_cos, rotary_sin, cache_seqlens)
     if cache_seqlens is None:
@@ -222,9 +226,15 @@ def flash_attn_with_kvcache(
             local = causal or tuple(window_size) != (-1, -1)
             places = first + torch.arange(q.shape[1], device=q.device) * int(local)
             q = cute_ops_torch.rope(q, rotary_cos[places], rotary_sin[places], rotary_interleaved)
-        slots = _slots(cache_seqlens, k.shape[1], k_cache.shape[1], block_table)
+        slots = _slots(cache_seqlens, k.shape[1], k_cache.shape[1], block_table, cache_batch_idx)
         cute_ops_torch.append_kv(k_cache, v_cache, k, v, slots, cos, sin, interleaved=rotary_interleaved)
         cache_seqlens = cache_seqlens + k.shape[1]
+    if cache_leftpad is not None:
+        cache_seqlens = cache_seqlens.clamp(max=k_cache.shape[1]) - cache_leftpad
+        block_table = _table_of_slots(k_cache, v_cache, cache_batch_idx, cache_leftpad)
+        k_cache, v_cache = _pool_of_slots(k_cache), _pool_of_slots(v_cache)
+    elif cache_batch_idx is not None:
+        block_table = cache_batch_idx[:, None]  # of pages that are as long as a row
     left, right = window_size
     if q.shape[1] > MOST_QUERIES or not (causal or right == 0 or q.shape[1] == 1):
         out, lse = _attend(
@@ -251,9 +261,44 @@ def _check_together(
         raise ValueError(f"{name}: cache_seqlens says behind how many keys k and v are written, and is not given.")
 
 
-def _slots(seqlens: Tensor, new: int, size: int, block_table: Tensor | None) -> Tensor:
-    """Where new tokens of each sequence go: the number of a row of the cache."""
+def _slots(
+    seqlens: Tensor, new: int, size: int, block_table: Tensor | None, cache_batch_idx: Tensor | None
+) -> Tensor:  # fmt: skip
+    """Where new tokens of each sequence go: the number of a slot of the cache."""
     places = seqlens[:, None] + torch.arange(new, device=seqlens.device)  # (batch, new)
     if block_table is None:
-        return torch.arange(places.shape[0], device=places.device)[:, None] * size + places
+        return _rows(cache_batch_idx, places)[:, None] * size + places
     return block_table.gather(1, places // size).long() * size + places % size
+
+
+def _rows(cache_batch_idx: Tensor | None, like: Tensor) -> Tensor:
+    """Which row of contiguous caches each sequence has."""
+    return torch.arange(like.shape[0], device=like.device) if cache_batch_idx is None else cache_batch_idx.long()
+
+
+def _steps(cache: Tensor) -> tuple[int, int, int]:
+    """How many elements are between neighbours if all slots of contiguous caches are pages of one pool, and how many of
+    its pages a row and a slot are behind the one before.
+    """
+    row, slot = cache.stride()[:2]
+    step = math.gcd(row, slot) or 1
+    return step, row // step, slot // step
+
+
+def _pool_of_slots(cache: Tensor) -> Tensor:
+    """Contiguous caches as a pool of pages with one slot each, without a copy."""
+    (rows, slots, heads, size), (step, row, slot) = cache.shape, _steps(cache)
+    pages = (rows - 1) * row + (slots - 1) * slot + 1 if rows and slots else 0
+    return cache.as_strided((pages, 1, heads, size), (step, step, *cache.stride()[2:]))
+
+
+def _table_of_slots(k_cache: Tensor, v_cache: Tensor, cache_batch_idx: Tensor | None, first: Tensor) -> Tensor:
+    """The pages of each sequence in such pools: its row's slots, from its first key on."""
+    (_, row, slot), of_values = _steps(k_cache), _steps(v_cache)[1:]
+    if (row, slot) != of_values:
+        raise ValueError(
+            "flash_attn_with_kvcache: with cache_leftpad rows and slots of k_cache and of v_cache lie alike, "
+            f"got strides {k_cache.stride()} and {v_cache.stride()}."
+        )
+    places = first[:, None] + torch.arange(k_cache.shape[1], device=first.device)
+    return (_rows(cache_batch_idx, first)[:, None] * row + places * slot).int()

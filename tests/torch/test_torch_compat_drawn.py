@@ -467,6 +467,14 @@ def flash_attention_with_a_cache(draw: Draw) -> None:
     same = draw.random() < 0.3
     held = [held[0]] * batch if same else held
     more: dict[str, Any] = {"cache_seqlens": held[0] if same else torch.tensor(held, dtype=torch.int32)}
+    page = draw.choice([0, 0, 0, 1, 4, 8])
+    starts, rows = [0] * batch, [*range(batch)]
+    if not page and draw.random() < 0.5:
+        starts = [draw.randrange(n + 1) for n in held]
+        more["cache_leftpad"] = torch.tensor(starts, dtype=torch.int32)
+    if not page and draw.random() < 0.5:
+        rows = draw.sample(range(batch + 2), batch)
+        more["cache_batch_idx"] = torch.tensor(rows, dtype=torch.int32)
     fresh = [normal(draw, batch, new, groups, size).bfloat16() for _ in range(2)]
     wide_q, whole = q.double(), [x.double().clone() for x in caches]
     rotary = new and draw.random() < 0.5
@@ -496,10 +504,12 @@ def flash_attention_with_a_cache(draw: Draw) -> None:
     for i, n in enumerate(held):
         slopes = options.get("alibi_slopes")
         own = {"alibi_slopes": slopes if slopes is None or slopes.ndim == 1 else slopes[i]}
-        out, lse = attended(wide_q[i : i + 1], *(x[i : i + 1, : n + new] for x in whole), **(options | own))
+        keys, values = (x[i : i + 1, starts[i] : n + new] for x in whole)
+        out, lse = attended(wide_q[i : i + 1], keys, values, **(options | own))
         wanted.append(out[0])
         sums.append(lse[0])
-    given_caches, page = [x.clone() for x in caches], draw.choice([0, 1, 4, 8])
+    heads_first = draw.random() < 0.3
+    given_caches = [_laid(x, starts, rows, heads_first) for x in caches]
     if page:
         given_caches, more["block_table"] = _paged(draw, [list(x) for x in caches], page)
     out, lse = flash_attn.flash_attn_with_kvcache(q, *given_caches, **more, **options, return_softmax_lse=True)
@@ -508,7 +518,20 @@ def flash_attention_with_a_cache(draw: Draw) -> None:
     torch.testing.assert_close(lse.double(), torch.stack(sums), **near)
     if not page:
         for found, expected in zip(given_caches, whole, strict=True):
-            torch.testing.assert_close(found.double(), expected, **near)
+            for i, row in enumerate(rows):
+                torch.testing.assert_close(found[row, starts[i] :].double(), expected[i, starts[i] :], **near)
+
+
+def _laid(cache: Tensor, starts: list[int], rows: list[int], heads_first: bool) -> Tensor:
+    """A cache whose rows stand in another order among others, NaN wherever no key is; in memory heads stand before
+    slots or behind them.
+    """
+    laid = cache.new_full((max(rows, default=0) + 2, cache.shape[1] + 1, *cache.shape[2:]), torch.nan)[:, :-1]
+    if heads_first:
+        laid = laid.transpose(1, 2).contiguous().transpose(1, 2)
+    for i, row in enumerate(rows):
+        laid[row, starts[i] :] = cache[i, starts[i] :]
+    return laid if rows != [*range(len(rows))] else laid[: len(rows)]
 
 
 # --- convolutions ----------------------------------------------------------------------------------------------------

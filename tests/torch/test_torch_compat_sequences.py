@@ -170,6 +170,34 @@ def test_caches_of_any_queries_and_slopes(queries: int, causal: bool) -> None:
     torch.testing.assert_close(packed.view_as(right), right, rtol=2e-2, atol=4e-3)
 
 
+@pytest.mark.parametrize(("queries", "causal"), [(1, False), (3, True), (20, True), (20, False)])
+def test_rows_of_caches_and_their_padding(queries: int, causal: bool) -> None:
+    """Sequences have rows in another order, some tokens behind the row's start, where NaN stands."""
+    held, starts, rows = [24, 21], [0, 5], [3, 1]
+    q, (keys, values) = drawn(2, queries, 4, 32).half(), (drawn(2, 24, 2, 32, seed=i).half() for i in (1, 2))
+    caches = [torch.full((5, 24, 2, 32), torch.nan).half() for _ in range(2)]
+    for i, row in enumerate(rows):
+        for cache, given in zip(caches, (keys, values), strict=True):
+            cache[row, starts[i] : held[i]] = given[i, starts[i] : held[i]]
+    indices, padding, lengths = (torch.tensor(x, dtype=torch.int32) for x in (rows, starts, held))
+    out, lse = flash_attn.flash_attn_with_kvcache(
+        q, *caches, cache_seqlens=lengths, cache_batch_idx=indices, cache_leftpad=padding, causal=causal,
+        window_size=(9, -1), return_softmax_lse=True,
+    )  # fmt: skip
+    for i, (first, last) in enumerate(zip(starts, held, strict=True)):
+        k, v = (x[i : i + 1, first:last].double() for x in (keys, values))
+        wanted, log_sums = attended(q[i : i + 1].double(), k, v, left=9, right=0 if causal else -1)
+        torch.testing.assert_close(out[i].double(), wanted[0], rtol=2e-2, atol=4e-3)
+        torch.testing.assert_close(lse[i].double(), log_sums[0], rtol=1e-3, atol=2e-3)
+
+
+def test_rows_of_caches_lie_alike() -> None:
+    k_cache, v_cache = drawn(2, 8, 2, 32), drawn(2, 2, 8, 32).transpose(1, 2)
+    with pytest.raises(ValueError, match="rows and slots of k_cache and of v_cache lie alike") as error:
+        flash_attn.flash_attn_with_kvcache(drawn(2, 1, 2, 32), k_cache, v_cache, cache_leftpad=torch.zeros(2).int())
+    assert str(error.value).endswith("got strides (512, 64, 32, 1) and (512, 32, 256, 1).")
+
+
 def convolved(x: Tensor, weight: Tensor, bias: Tensor, before: Tensor, activation: str | None) -> Tensor:
     taps = weight.shape[1] - 1
     out = F.conv1d(torch.cat((before, x), -1), weight[:, None], bias, groups=len(weight))
