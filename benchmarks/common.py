@@ -51,10 +51,16 @@ def environment() -> dict[str, str]:
 
 
 class Table:
-    """A CSV file that is written row by row, so that a run which is cut short keeps what it has measured."""
+    """A CSV file that is written row by row, so that a run which is cut short keeps what it has measured.
 
-    def __init__(self, path: Path, columns: tuple[str, ...], append: bool = False) -> None:
-        self._path, self._environment = path, environment()
+    Args:
+        of: where the figures come from, as :func:`environment` says it.
+    """
+
+    def __init__(
+        self, path: Path, columns: tuple[str, ...], append: bool = False, of: Mapping[str, str] | None = None
+    ) -> None:
+        self._path, self._environment = path, of or environment()
         self._columns = (*columns, *self._environment)
         path.parent.mkdir(parents=True, exist_ok=True)
         if not (append and path.exists()):

@@ -246,13 +246,19 @@ class Bench:
         import jax_program
 
         self.synchronize()  # the arrays are imported without waiting for PyTorch's stream
-        program = jax_program.build(function, problem, direction, sets)
+        program = self.program(function, problem, direction, sets)
         got = [jax_program.to_torch(a) for a in program.run()[0]]
         wrong = self.wrong(got, [wanted[i] for i in program.returned], problem, direction, program.returned)
         if wrong:
             return wrong
         program.run()  # the first run made no graph yet
         return program
+
+    def program(self, function: Any, problem: Problem, direction: str, sets: list[Buffers]) -> Any:
+        """A contender's JAX program."""
+        import jax_program
+
+        return jax_program.build(function, problem, direction, sets)
 
     def sampled(self, programs: Sequence[Any]) -> list[list[float]]:
         if not programs:

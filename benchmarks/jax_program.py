@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -85,11 +85,13 @@ def _marked(name: str, token: Any) -> Any:
     return jax.ffi.ffi_call(name, jax.ShapeDtypeStruct(token.shape, token.dtype), has_side_effect=True)(token)
 
 
-def build(function: Callable[..., Any], problem: Problem, direction: str, sets: Sequence[Buffers]) -> Program:
-    """Compile. A backward call takes what the forward call, made here, has saved; a call of both makes its own. A
-    gradient that serves two inputs is returned once, and one that is an output's cotangent not at all, since XLA copies
-    what a program returns twice, or as it was given. A buffer that passes two barriers would be copied: hence one call
-    per set.
+def build(
+    function: Callable[..., Any], problem: Problem, direction: str, sets: Sequence[Buffers], like: Program | None = None
+) -> Program:
+    """Compile, or take what was compiled of as many other sets. A backward call takes what the forward call, made here,
+    has saved; a call of both makes its own. A gradient that serves two inputs is returned once, and one that is an
+    output's cotangent not at all, since XLA copies what a program returns twice, or as it was given. A buffer that
+    passes two barriers would be copied: hence one call per set.
     """
     import jax
 
@@ -125,7 +127,8 @@ def build(function: Callable[..., Any], problem: Problem, direction: str, sets: 
             gradients = pull(cotangents if len(cotangents) > 1 else cotangents[0])
             return [gradients[i] for i in returned]
 
-    return of_calls(call, [imported[id(s)] for s in sets], returned)
+    arguments = [imported[id(s)] for s in sets]
+    return replace(like, arguments=arguments) if like else of_calls(call, arguments, returned)
 
 
 def of_calls(call: Callable[..., Any], arguments: Sequence[Any], returned: list[int]) -> Program:

@@ -8,27 +8,28 @@ same points. How a point is measured is said in device_time.py: contenders take 
 The table at the end lists each point where another contender is more than 3% ahead, with the reason that our choice
 gave in the log; each one is a bug with a number.
 
-Processes compile at the same time and measure one after another: each takes points until three fifths of ``--seconds``
-are over, compiles their contenders, waits for the others, and then measures its points while no other process does. A
-contender that does not compile in ``--compile-seconds`` is left out of its point, and rows are written as they come.
-``--resume`` goes on with the points that the file lacks.
+Processes share the points of a run. Each first compiles the JAX programs of its points, since XLA tries kernels on the
+GPU and takes no turns. Once no process does so any more, points are measured as soon as their other contenders are
+compiled: one process measures at a time, no other one benchmarks candidates meanwhile, and the rest of the processor's
+cores go on compiling. A contender that does not compile in ``--compile-seconds`` is left out of its point, a point that
+is not ready before ``--seconds`` are over is left out itself, and rows are written as they come. ``--resume`` goes on
+with the points that the file lacks. With several GPUs each has its processes, its points and its turns.
 
     python benchmarks/sample.py --out out/benchmarks                      # a new seed
-    python benchmarks/sample.py --out out/benchmarks --seed 7 --kinds products --points 60 --seconds 300
-    python benchmarks/sample.py --out out/benchmarks --seed 7 --kinds products --points 60 --seconds 300 --resume
+    python benchmarks/sample.py --out out/benchmarks --seed 7 --kinds products --points 60 --seconds 150
+    python benchmarks/sample.py --out out/benchmarks --seed 7 --kinds products --points 60 --seconds 150 --resume
     python benchmarks/sample.py --seed 7 --list                           # print the points only; needs no GPU
 """
 
 from __future__ import annotations
 
 import argparse
-import fcntl
 import gc
+import heapq
 import logging
 import math
 import multiprocessing
 import os
-import queue
 import random
 import secrets
 import signal
@@ -36,9 +37,10 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,7 +48,7 @@ import contenders
 import device_time
 import prewarm
 import torch
-from common import Table, first_line, markdown, read
+from common import Table, environment, first_line, markdown, read
 from formulas import FUNCTIONS
 from layers import LAYERS, Product
 from problems import TINY, Problem, grouped, normed_heads, permuted, rotated_at
@@ -75,6 +77,9 @@ EXPERTS, CHOSEN = (8, 16, 32, 60, 64, 128, 160, 256, 384, 512), (1, 2, 4, 6, 8)
 VOCABULARIES, SAMPLED = (32000, 50257, 128256, 151936, 201088), (1, 20, 50, 100)
 HEADS = (1, 8, 12, 32, 40, 64)
 LONGEST = 262144  # elements of a drawn row
+# Modules that processes share with the one that they are forked from: none of them begins to use the GPU.
+SHARED = ("torch", "torch._inductor.compile_fx", "torch._inductor.select_algorithm", "jax", "cute_ops_torch")
+MEASURED = 0.1  # of a run's seconds: the last of them, in which nothing new is compiled
 GRACE = 10.0  # seconds that a process may take longer
 AGAIN = 5.0  # seconds after which what takes too long is interrupted again: time to clean up
 DTYPES = ("bfloat16", "bfloat16", "bfloat16", "float16", "float32")
@@ -90,6 +95,13 @@ class Point(NamedTuple):
     @property
     def name(self) -> str:
         return f"{self.problem.op} {self.direction} {self.problem.label}"
+
+    @property
+    def kernels(self) -> int:
+        """To compile, about: of products, one for each and two for its gradients."""
+        if not isinstance(self.problem, Product):
+            return 1
+        return LAYERS[self.problem.op].products * (1 if self.direction == "fwd" else 3)
 
 
 # --- drawing -------------------------------------------------------------------------------------------------------
@@ -180,8 +192,8 @@ def shrunk(point: Point) -> Point:
 class Drawn(Table):
     """A table whose rows say which point of which seed they belong to, and what our choice said of it."""
 
-    def __init__(self, path: Path, seed: int, append: bool = False) -> None:
-        super().__init__(path, COLUMNS, append)
+    def __init__(self, path: Path, seed: int, append: bool = False, of: Mapping[str, str] | None = None) -> None:
+        super().__init__(path, COLUMNS, append, of)
         self._seed = seed
         self._point: Point | None = None
         self._said: Sequence[str] = ()
@@ -234,42 +246,71 @@ class Ready(NamedTuple):
 
 
 class Bench(device_time.Bench):
-    """Also measures products, whose outputs have the dtypes of the inputs. Functions are compiled once: first all of
-    them, and then one point after another is measured.
+    """Also measures products, whose outputs have the dtypes of the inputs. Functions and JAX programs are compiled
+    once, before their point is measured.
     """
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self._reasons = Reasons()
         self._functions: dict[tuple[str, Any], Any] = {}
+        self._programs: dict[tuple[Any, str], Any] = {}
+        self._failed: dict[tuple[str, Point], str] = {}
 
     def function(self, name: str, problem: Any) -> Any:
         if (name, problem) not in self._functions:
             self._functions[name, problem] = super().function(name, problem)
         return self._functions[name, problem]
 
+    def program(self, function: Any, problem: Any, direction: str, sets: Any) -> Any:
+        import jax_program
+
+        return jax_program.build(function, problem, direction, sets, self._programs.get((problem, direction)))
+
     def prepare(self, point: Point, names: Iterable[str], seconds: float, end: float) -> Ready:
-        """Call each contender once. Raises Late where ours is not ready in time."""
-        problem, direction = point.problem, point.direction
-        made, found = problem.buffers(self.device, 0), Ready(point, [], {}, self._reasons.said.copy())
+        """Call each contender once.
+
+        Raises:
+            Late: ours is not ready in ``seconds``, or a contender at ``end``.
+        """
+        made, found = point.problem.buffers(self.device, 0), Ready(point, [], {}, [])
         for name in names:
             self._reasons.said.clear()
-            try:
-                with at_most(min(seconds, end - time.time())):
-                    function = self.function(name, problem)
-                    if function is None or (name in contenders.JAX and (problem.strided or problem.hot)):
-                        found.left_out[name] = "not available"
-                        continue
-                    prewarm.once(name, function, problem, direction, made, self.device)
+            if failed := self.compile(name, point, made, seconds, end):
+                found.left_out[name] = failed
+            else:
                 found.names.append(name)
-            except (Exception, Late) as failure:  # a contender's failure is a result
-                if name == OURS and isinstance(failure, Late):
-                    raise
-                found.left_out[name] = f"failed: {first_line(failure)}"
             if name == OURS:
                 found.said[:] = self._reasons.said
         self.release()
         return found
+
+    def prepare_programs(self, point: Point, names: Iterable[str], seconds: float, end: float) -> None:
+        """Compile those of the contenders that are JAX programs, for :meth:`prepare` to find."""
+        made = point.problem.buffers(self.device, 0)
+        for name in names:
+            if name in contenders.JAX:
+                self._failed[name, point] = self.compile(name, point, made, seconds, end)
+
+    def compile(self, name: str, point: Point, made: Any, seconds: float, end: float) -> str:
+        """Call a contender once; why it is left out, or nothing."""
+        problem, direction = point.problem, point.direction
+        if (name, point) in self._failed:
+            return self._failed.pop((name, point))
+        with self.step(f"compile {name}"):
+            try:
+                with at_most(min(seconds, end - time.time())):
+                    function = self.function(name, problem)
+                    if function is None or (name in contenders.JAX and (problem.strided or problem.hot)):
+                        return "not available"
+                    program = prewarm.once(name, function, problem, direction, made, self.device)
+            except (Exception, Late) as failure:  # a contender's failure is a result
+                if isinstance(failure, Late) and (name == OURS or time.time() >= end):
+                    raise
+                return f"failed: {first_line(failure)}"
+        if program and direction != "bwd":  # a backward's program holds its forward's results
+            self._programs[problem, direction] = replace(program, arguments=None)
+        return ""
 
     def finish(self, ready: Ready) -> None:
         """Measure a point, and write its rows."""
@@ -278,6 +319,7 @@ class Bench(device_time.Bench):
         self.measure(point.problem, point.direction, ready.names)
         self.write(point.problem, point.direction, ready.left_out, {}, {}, 0)
         self._functions = {key: each for key, each in self._functions.items() if key[1] != point.problem}
+        self._programs.pop((point.problem, point.direction), None)
         self.release()
 
     def wrong(self, got: Sequence[torch.Tensor], wanted: list[torch.Tensor], problem: Any, *rest: Any) -> str | None:
@@ -362,12 +404,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=math.inf, help="measure no further point after this long")
     parser.add_argument("--compile-seconds", type=float, default=60.0, help="the most for a contender of a point")
     parser.add_argument("--workers", type=int, help="processes; 0: this one, by default on a CPU")
+    parser.add_argument("--start", default="forkserver", choices=("forkserver", "spawn"), help="how processes start")
     parser.add_argument("--resume", action="store_true", help="go on with what the file lacks of the seed's points")
     parser.add_argument("--list", action="store_true", help="print the points and end")
     parser.add_argument("--cpu-smoke", action="store_true", help="on the CPU: checks this file only")
     options = parser.parse_args(arguments)
     console = Console(width=200, highlight=False)
-    seed = secrets.randbelow(10**6) if options.seed is None else options.seed
+    begin, seed = time.time(), secrets.randbelow(10**6) if options.seed is None else options.seed
     console.print(f"seed {seed}")
     points = draw(seed, options.kinds, options.points)
     if options.list:
@@ -379,8 +422,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.cpu_smoke:
         points = list(map(shrunk, points))
     if options.workers is None:
-        options.workers = 0 if options.cpu_smoke else min(os.cpu_count() or 1, 16)
+        options.workers = 0 if options.cpu_smoke else os.cpu_count() or 1
     prewarm.share_caches()
+    context = multiprocessing.get_context(options.start)
+    if options.workers and options.start == "forkserver":
+        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # to ask for a GPU else starts the driver, which cannot fork
+        context.set_forkserver_preload(list(SHARED))
+        forkserver.ensure_running()  # it imports while this process measures what a copy takes
     path = options.out / "sample.csv"
     # In turn, so that a run which is cut short has some of each kind.
     todo = [point for k in range(options.points) for point in points[k :: options.points]]
@@ -391,7 +439,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     table = Drawn(path, seed, options.resume)
     table.add({"op": "copy", "contender": "copy", "status": "ok", "gb_s": ceiling, "of_copy": 1.0})
     torch.cuda.empty_cache()
-    run(todo, Run(device, path, seed, ceiling, options, time.time() + options.seconds), console)
+    run(todo, Run(device, path, seed, ceiling, environment(), options, begin + options.seconds), context, console)
     console.print(report(row for row in read(path) if row["seed"] == str(seed)))
     if left := missing(todo, read(path), seed):
         console.print(f"{len(left)} of {len(points)} points are not measured; go on with --seed {seed} --resume")
@@ -408,100 +456,123 @@ class Run(NamedTuple):
     path: Path
     seed: int
     ceiling: float
+    environment: Mapping[str, str]
     options: argparse.Namespace
     end: float
 
     @property
     def compiled(self) -> float:
-        """When the last point is taken to be compiled."""
-        return self.end - 0.4 * self.options.seconds if math.isfinite(self.end) else math.inf
+        """When nothing new is compiled any more."""
+        return self.end - MEASURED * self.options.seconds if math.isfinite(self.end) else math.inf
+
+    def turns(self, gpu: int) -> Turns:
+        return Turns(*(prewarm.Turns(self.path.with_suffix(f".{part}{gpu}.lock")) for part in ("xla", "gpu")))
 
 
-def run(todo: Sequence[Point], given: Run, console: Console) -> None:
+class Turns(NamedTuple):
+    """Locks of the processes of a GPU: shared by those that compile JAX programs; whose turn it is to measure."""
+
+    programs: prewarm.Turns
+    gpu: prewarm.Turns
+
+
+def run(todo: Sequence[Point], given: Run, context: Any, console: Console) -> None:
     """Compile and measure these points, in several processes; in this one with ``--workers 0``."""
     count = min(given.options.workers, len(todo))
     if not count:
-        work(iter(todo).__next__, lambda: None, nullcontext, given)
+        work(todo, given.turns(0), lambda: None, given)
         return
-    context = multiprocessing.get_context("spawn")
-    points, compiled, begin = context.Queue(), context.Semaphore(0), context.Event()
-    points.cancel_join_thread()  # points that nobody takes must not keep this process
-    for point in (*todo, *[None] * count):
-        points.put(point)
-    started = [context.Process(target=in_process, args=(points, compiled, begin, given)) for _ in range(count)]
-    for process in started:
-        process.start()
-    # Processes measure while none of them compiles. One that is lost, or does not come back from its compiler, must
-    # not keep the others' results, nor let them begin before the rest have compiled.
-    while any(process.is_alive() for process in started) and time.time() < given.end + GRACE:
-        lost = [process for process in started if process.exitcode]
-        if not begin.is_set() and compiled.get_value() + len(lost) >= count:
-            if lost:
-                console.print(f"{len(lost)} processes have ended early; their points are not measured")
-            begin.set()
-        time.sleep(0.2)
-    for process in started:
+    gpus = visible_gpus()
+    shared, holding = shares(todo, count), context.Semaphore(0)
+    started = [
+        context.Process(target=in_process, args=(each, i % len(gpus), gpus[i % len(gpus)], holding, given))
+        for i, each in enumerate(shared)
+    ]
+    with ExitStack() as until_all_hold:
+        for i in range(len(gpus)):
+            until_all_hold.enter_context(given.turns(i).programs(shared=True))
+        for process in started:
+            process.start()
+        # One that is lost, or does not come back from its compiler, must not keep the others' results.
+        while any(process.is_alive() for process in started) and time.time() < given.end + GRACE:
+            if holding.get_value() + sum(bool(process.exitcode) for process in started) >= count:
+                until_all_hold.close()
+            time.sleep(0.2)
+    for process, each in zip(started, shared, strict=True):
+        if process.exitcode:
+            console.print(f"a process has ended early, of {len(each)} points: exit code {process.exitcode}")
         process.kill()
 
 
-def in_process(points: Any, compiled: Any, begin: Any, given: Run) -> None:
-    def take() -> Point:
-        wait = None if math.isinf(given.end) else max(given.compiled - time.time(), 0.1)
-        try:
-            point = points.get(timeout=wait)
-        except queue.Empty:  # another process was lost while it held the queue
-            point = None
-        if point is None:
-            raise StopIteration
-        return point  # type: ignore[no-any-return]
-
-    def wait() -> None:
-        compiled.release()
-        begin.wait(None if math.isinf(given.end) else max(given.compiled + GRACE - time.time(), 1))
-
-    prewarm.benchmarks_take_turns()
-    work(take, wait, partial(held, given.path.with_suffix(".lock")), given)
+def shares(todo: Sequence[Point], count: int) -> list[list[Point]]:
+    """Points for each process, of about as many kernels; a share keeps the order of the points."""
+    loads = [(0, i) for i in range(count)]
+    owner = {}
+    for k in sorted(range(len(todo)), key=lambda k: -todo[k].kernels):
+        load, i = heapq.heappop(loads)
+        owner[k] = i
+        heapq.heappush(loads, (load + todo[k].kernels, i))
+    return [[todo[k] for k in range(len(todo)) if owner[k] == i] for i in range(count)]
 
 
-@contextmanager
-def held(path: Path) -> Iterator[None]:
-    """Hold a lock of all processes, which the end of one that holds it releases, too."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+def visible_gpus() -> list[str]:
+    """As CUDA_VISIBLE_DEVICES names them; one without a name where there is none."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return named.split(",") if named else [str(i) for i in range(torch.cuda.device_count())] or [""]
 
 
-def work(
-    take: Callable[[], Point], together: Callable[[], None], turn: Callable[[], AbstractContextManager[Any]], given: Run
-) -> None:
-    """Compile points while there are some, wait for the others, and measure them in turn."""
+def in_process(points: Sequence[Point], index: int, gpu: str, holding: Any, given: Run) -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # before this process uses one
+    gc.freeze()  # modules need not be gone through
+    turns = given.turns(index)
+    prewarm.benchmarks_take_turns(turns.gpu)
+    work(points, turns, holding.release, given)
+
+
+def work(points: Sequence[Point], turns: Turns, holding: Callable[[], None], given: Run) -> None:
+    """Compile and measure these points, by turns with other processes.
+
+    Args:
+        holding: is called once this process holds the lock of those that compile JAX programs.
+    """
     functorch_config.donated_buffer = False  # a compiled backward is called more than once
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 10**4
     options, console = given.options, Console(width=200, highlight=False)
-    bench = Bench(given.device, Drawn(given.path, given.seed, True), options.rounds, given.ceiling, console)
+    table = Drawn(given.path, given.seed, True, given.environment)
+    bench = Bench(given.device, table, options.rounds, given.ceiling, console)
     who = {kind: [name for name in names if name not in options.without] for kind, names in CONTENDERS.items()}
+
+    def attempt(step: Callable[[], Any], point: Point) -> Any:
+        try:
+            return step()
+        except (Exception, Late) as failure:  # too little memory for the buffers, or no time
+            console.print(f"{point.name}: {first_line(failure)}")
+            return None
+
+    limits = options.compile_seconds, given.compiled
+    with turns.programs(shared=True):
+        holding()
+        for point in points:
+            if time.time() < given.compiled:
+                attempt(partial(bench.prepare_programs, point, who[point.kind], *limits), point)
     ready: list[Ready] = []
-    with suppress(StopIteration):
-        while time.time() < given.compiled:
-            point = take()
-            try:
-                ready.append(bench.prepare(point, who[point.kind], options.compile_seconds, given.compiled + GRACE / 2))
-            except (Exception, Late) as failure:  # too little memory for the buffers, or no time
-                console.print(f"{point.name}: {first_line(failure)}")
-    together()
-    for each in ready:
-        with turn():
-            if time.time() > given.end:
-                break
-            try:
-                bench.finish(each)
-            except Exception as failure:
-                console.print(f"{each.point.name}: {first_line(failure)}")
-                if bench.lost():
-                    console.print("the GPU does not answer this process any more")
-                    break
+    measured = 0
+    for point in points:
+        if time.time() < given.compiled and (
+            made := attempt(partial(bench.prepare, point, who[point.kind], *limits), point)
+        ):
+            ready.append(made)
+        last = point is points[-1]
+        while ready and (last or turns.programs.free()) and time.time() < given.end:
+            with turns.programs() if last else nullcontext(), turns.gpu():
+                each = ready.pop(0)
+                attempt(partial(bench.finish, each), each.point)
+                measured += 1
+            if bench.lost():
+                console.print("the GPU does not answer this process any more")
+                return
     spent = ", ".join(f"{step} {seconds:.1f}" for step, seconds in bench.seconds.most_common())
-    console.print(f"{len(ready)} points compiled; seconds of measuring: {spent}")
+    console.print(f"{measured} of {len(points)} points measured; seconds: {spent}")
 
 
 if __name__ == "__main__":
