@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from functools import cache
 from numbers import Real
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,16 +23,18 @@ REFUSED = {
 UNCAPTURED = "steps are counted by the host, which a CUDA graph does not repeat; make it with capturable=True"
 # Parameters whose size this divides are viewed as rows of so many elements, so that they share one compiled kernel.
 ROW = 1024
-# Elements of a parameter whose views are kept: to make them takes about as long as the kernel of so many.
-MOST_KEPT = 1 << 21
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# Parameters of at most so many elements take their step in PyTorch's kernel of many: it reads at some 0.6 of the copy
+# rate, ours at 0.9, but a launch for each would take longer than that saves.
+SMALL = 1 << 20
 
 
 class AdamW(torch.optim.Optimizer):
-    """:class:`torch.optim.AdamW`, with :func:`cute_ops_torch.adamw` on every parameter, in place.
+    """:class:`torch.optim.AdamW`, with :func:`cute_ops_torch.adamw` on every large parameter, in place.
 
     Each parameter and its moments are read once and written once, in the parameter's dtype; a step is computed in
-    float32. State dicts load into ``torch.optim.AdamW`` and from it. Each parameter is one kernel launch: for many
-    small parameters a step takes as long as the launches, and PyTorch's fused form, one launch for many, is faster.
+    float32. State dicts load into ``torch.optim.AdamW`` and from it. Parameters of up to 2^20 elements share launches
+    of PyTorch's fused kernel, since a launch for each would take longer than its step.
 
     Args:
         params: parameters or groups of them, float32, float16 or bfloat16.
@@ -107,61 +109,22 @@ class AdamW(torch.optim.Optimizer):
         if not states:
             return
         steps = [state["step"] for state in states]
-        if capturable:
-            torch._foreach_add_(steps, 1.0)
-            of_device = iter(_factors_on_device(group, steps))
-        else:
-            torch._foreach_add_(steps, torch.ones(()))
-
-        @cache
-        def factors(step: int, device: torch.device) -> tuple[Tensor, ...]:
-            return _factors(group, step, device)
-
-        @cache
-        def expanded(step: int, device: torch.device, lead: torch.Size) -> tuple[Tensor, ...]:
-            return tuple(factor.expand(lead) for factor in factors(step, device))
-
+        torch._foreach_add_(steps, 1.0 if capturable else torch.ones(()))
         seeds = _seeds(parameters) if group.get("stochastic_rounding") else {}
-        constants = *map(float, group["betas"]), float(group["eps"])
-        steps_of = {rounds: family("cute", "adamw_stochastic" if rounds else "adamw") for rounds in (False, True)}
-        changed: list[Tensor] = []
+        small: dict[tuple[torch.device, torch.dtype], list[list[Tensor]]] = {}
+        large: list[tuple[list[Tensor], Tensor, Tensor | None]] = []
         for parameter, state in zip(parameters, states, strict=True):
-            rows, grad = self._rows_of(parameter, state)
-            own = next(of_device) if capturable else None
-            if not rows[0].numel():
-                continue
-            # The kernel is launched without the dispatcher, which would resolve a negated view.
-            grad = -grad if group.get("maximize") else grad.resolve_neg()
-            lead = rows[0].shape[:-1]
-            numbers = [f.expand(lead) for f in own] if own else expanded(int(state["step"]), parameter.device, lead)
+            tensors = [parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"]]
+            if hasattr(parameter, "to_local"):
+                tensors = _parts(tensors)
             seed = seeds.get(parameter) if seeds else None
-            _, run, into = steps_of[seed is not None]
-            inputs = rows[0], grad, rows[1], rows[2], *(() if seed is None else (seed,)), *numbers, *constants
-            _update(run, into, inputs, rows, changed)
-        if changed:
-            # A backward that has saved these tensors raises instead of reading the new values.
-            torch.autograd.graph.increment_version(changed)
-
-    def _rows_of(self, parameter: Tensor, state: dict[str, Any]) -> tuple[Rows, Tensor]:
-        """Views as rows of a parameter, its moments and its gradient. Those of the first three are kept from step to
-        step where the kernel takes less time than to make them. Of large parameters they are not: a view holds memory
-        that the parameter has left, as on its way to the host.
-        """
-        grad, moments = parameter.grad, (state["exp_avg"], state["exp_avg_sq"])
-        assert grad is not None  # of parameters with one
-        if hasattr(parameter, "to_local"):
-            param, grad, *others = _rows(_parts([parameter, grad, *moments]))
-            return (param, others[0], others[1]), grad
-        views: dict[Tensor, _Views] = vars(self).setdefault("_views", {})
-        kept = views.get(parameter)
-        if kept is None or not kept.are_of(parameter, grad, moments):
-            param, grad, *others = _rows([parameter, grad, *moments])
-            rows = (param, others[0], others[1])
-            views.pop(parameter, None)
-            if param.shape[-1] == ROW and param.ndim == 2 and param.is_contiguous() and param.numel() <= MOST_KEPT:
-                views[parameter] = _Views(rows, moments, parameter.data_ptr(), parameter.shape)
-            return rows, grad
-        return kept.rows, grad.view(-1, ROW)
+            if seed is None and _is_small(tensors):
+                small.setdefault((tensors[0].device, tensors[0].dtype), []).append([*tensors, state["step"]])
+            elif tensors[0].numel():
+                large.append((tensors, state["step"], seed))
+        for (device, _), rows in small.items():
+            _step_small(group, device, rows)
+        _step_large(group, large)
 
     def _init_state(self, parameter: Tensor, capturable: bool) -> dict[str, Any]:
         state: dict[str, Any] = self.state[parameter]
@@ -187,33 +150,66 @@ class AdamW(torch.optim.Optimizer):
                 group["decoupled_weight_decay"] = True
 
 
-Rows = tuple[Tensor, Tensor, Tensor]
+def _is_small(tensors: list[Tensor]) -> bool:
+    """Whether PyTorch's fused kernel takes a parameter, its gradient and its moments, and they are few elements."""
+    dtype = tensors[0].dtype
+    return 0 < tensors[0].numel() <= SMALL and all(
+        t.dtype is dtype and dtype in DTYPES and t.is_contiguous() and not t.is_neg() for t in tensors
+    )
 
 
-class _Views(NamedTuple):
-    """Views as compact rows of a parameter and its moments, and what they are views of."""
-
-    rows: Rows
-    moments: tuple[Tensor, Tensor]
-    address: int
-    shape: torch.Size
-
-    def are_of(self, parameter: Tensor, grad: Tensor, moments: tuple[Tensor, Tensor]) -> bool:
-        """Whether the parameter and these moments lie where they did, and the gradient as its parameter does."""
-        return (
-            moments[0] is self.moments[0]
-            and moments[1] is self.moments[1]
-            and parameter.data_ptr() == self.address
-            and moments[0].data_ptr() == self.rows[1].data_ptr()
-            and moments[1].data_ptr() == self.rows[2].data_ptr()
-            and parameter.shape == self.shape
-            and parameter.dtype == self.rows[0].dtype
-            and parameter.is_contiguous()
-            and grad.is_contiguous()
-        )
+def _step_small(group: dict[str, Any], device: torch.device, rows: list[list[Tensor]]) -> None:
+    """A step on small parameters of a device and dtype, by PyTorch's fused kernel; each row ends with its count."""
+    params, grads, means, squares, counts = map(list, zip(*rows, strict=True))
+    if not group.get("capturable"):
+        numbers = [float(count) for count in counts]
+        made = {number: torch.full((), number, dtype=torch.float32, device=device) for number in {*numbers}}
+        counts = [made[number] for number in numbers]
+    rate = group["lr"]
+    beta1, beta2 = map(float, group["betas"])
+    torch._fused_adamw_(
+        params, grads, means, squares, [], counts, beta1=beta1, beta2=beta2, eps=float(group["eps"]), amsgrad=False,
+        lr=rate.to(device, torch.float32) if isinstance(rate, Tensor) and rate.is_cuda else float(rate),
+        weight_decay=float(group["weight_decay"]), maximize=bool(group.get("maximize")),
+    )  # fmt: skip
 
 
-def _update(run: Any, into: Any, inputs: tuple[Any, ...], results: Rows, changed: list[Tensor]) -> None:
+def _step_large(group: dict[str, Any], parameters: list[tuple[list[Tensor], Tensor, Tensor | None]]) -> None:
+    """A step on parameters with their gradients and moments, counts and seeds, by a launch of our kernel for each.
+
+    Host time counts: the kernel of a million elements takes about as long as its launch.
+    """
+    if not parameters:
+        return
+    capturable = bool(group.get("capturable"))
+    of_device = iter(_factors_on_device(group, [step for _, step, _ in parameters]) if capturable else ())
+
+    @cache
+    def factors(step: int, device: torch.device) -> tuple[Tensor, ...]:
+        return _factors(group, step, device)
+
+    @cache
+    def expanded(step: int, device: torch.device, lead: torch.Size) -> tuple[Tensor, ...]:
+        return tuple(factor.expand(lead) for factor in factors(step, device))
+
+    constants = *map(float, group["betas"]), float(group["eps"])
+    ops = {rounds: family("cute", "adamw_stochastic" if rounds else "adamw") for rounds in (False, True)}
+    changed: list[Tensor] = []
+    for tensors, step, seed in parameters:
+        param, grad, mean, square = _rows(tensors)
+        # The kernel is launched without the dispatcher, which would resolve a negated view.
+        grad = -grad if group.get("maximize") else grad.resolve_neg()
+        lead = param.shape[:-1]
+        numbers = [f.expand(lead) for f in next(of_device)] if capturable else expanded(int(step), param.device, lead)
+        _, run, into = ops[seed is not None]
+        inputs = param, grad, mean, square, *(() if seed is None else (seed,)), *numbers, *constants
+        _update(run, into, inputs, (param, mean, square), changed)
+    if changed:
+        # A backward that has saved these tensors raises instead of reading the new values.
+        torch.autograd.graph.increment_version(changed)
+
+
+def _update(run: Any, into: Any, inputs: tuple[Any, ...], results: tuple[Tensor, ...], changed: list[Tensor]) -> None:
     """Write a parameter and its moments: in place where the kernel can, which ``changed`` then says, else by a copy."""
     if all(t.is_cuda and t.is_contiguous() and t.data_ptr() % 16 == 0 for t in results):
         into(*inputs, *results)

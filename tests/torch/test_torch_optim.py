@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +11,17 @@ import pytest
 import torch
 from torch import nn
 
-from cute_ops_torch.optim import MOST_KEPT, AdamW
+from cute_ops_torch import optim
+from cute_ops_torch.optim import AdamW
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(autouse=True, params=["a launch for many", "a launch for each"])
+def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small parameters take PyTorch's kernel of many, and ours where none counts as small."""
+    if request.param == "a launch for each":
+        monkeypatch.setattr(optim, "SMALL", 0)
 
 
 def model(device: str, dtype: torch.dtype) -> nn.Module:
@@ -313,9 +322,9 @@ def test_moments_whose_data_is_replaced(device: str) -> None:
     torch.testing.assert_close(*pair, rtol=1e-5, atol=1e-5)
 
 
-def test_a_large_parameter_leaves_its_memory() -> None:
+def test_a_parameter_leaves_its_memory() -> None:
     """A model that is moved between steps frees what it leaves, though its optimizer is alive."""
-    parameter = nn.Parameter(torch.ones(MOST_KEPT // 1024 + 1, 1024))
+    parameter = nn.Parameter(torch.ones(64, 1024))
     optimizer = AdamW([parameter], lr=0.1)
     parameter.grad = torch.ones_like(parameter)
     optimizer.step()
@@ -323,3 +332,33 @@ def test_a_large_parameter_leaves_its_memory() -> None:
     parameter.data = parameter.data.clone()
     assert torch.UntypedStorage._expired(left)
     torch.UntypedStorage._free_weak_ref(left)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("maximize", [False, True])
+def test_drawn_parameters(device: str, maximize: bool) -> None:
+    """Small and large ones, of all dtypes, with views, none, negated gradients, and rates on the device."""
+    rng = random.Random(seed := random.randrange(10**6))
+    dtypes = (torch.float32, torch.float16, torch.bfloat16)
+    ours: list[nn.Parameter] = []
+    for _ in range(12):
+        shape = rng.choice([(), (0,), (1,), (37,), (1024,), (5, 7), (64, 1024), (1100, 1024), (3, 4, 5)])
+        values = torch.randn(shape, device=device, dtype=rng.choice(dtypes))
+        ours.append(nn.Parameter(values.transpose(0, -1) if len(shape) > 1 and rng.random() < 0.3 else values))
+    theirs = [nn.Parameter(p.detach().double()) for p in ours]
+    options = {"betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1, "maximize": maximize}
+    capturable = rng.random() < 0.5
+    rate = torch.tensor(1e-2, device=device) if capturable and rng.random() < 0.5 else 1e-2
+    one = AdamW(ours, lr=rate, capturable=capturable, **options)
+    other = torch.optim.AdamW(theirs, lr=1e-2, **options)
+    for _ in range(3):
+        for p, q in zip(ours, theirs, strict=True):
+            # Squares of small slopes would be lost in float16 moments.
+            slope = (torch.rand(p.shape, device=device) + 0.5).to(p.dtype)
+            p.grad = None if rng.random() < 0.2 else torch._neg_view(-slope) if rng.random() < 0.2 else slope
+            q.grad = None if p.grad is None else slope.double()
+        one.step()
+        other.step()
+    for p, q in zip(ours, theirs, strict=True):
+        limit = {torch.float32: 2e-6, torch.float16: 3e-3, torch.bfloat16: 3e-2}[p.dtype]
+        torch.testing.assert_close(p.double(), q, rtol=limit, atol=limit, msg=lambda m: f"seed {seed}: {m}")
