@@ -29,13 +29,15 @@ log = logging.getLogger("cute_ops")
 _LINEAR = nn.Linear.forward
 
 
-def or_original(original: Any, ours: Forward) -> tuple[Forward, Callable[[], bool]]:
-    """A ``forward`` for subclasses of ``original`` that runs ``ours`` beneath its decorators, and whether it may.
+def or_original(original: Any, ours: Forward, whole: bool = False) -> tuple[Forward, Callable[[], bool]]:
+    """A ``forward`` for subclasses of ``original`` that runs ``ours`` beneath its decorators, in their place if it is
+    the whole of it; and whether it may.
 
     It runs the original's where ``ours`` returns ``NotImplemented``, and where somebody has replaced that ``forward``
     or a function that it calls.
     """
-    plain, inner, may = original.forward, innermost(original.forward), _unchanged(original)
+    plain, may = original.forward, _unchanged(original)
+    inner = plain if whole else innermost(plain)
 
     @wraps(plain)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:

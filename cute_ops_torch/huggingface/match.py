@@ -36,6 +36,7 @@ class Replacement(NamedTuple):
         norm: ``norm(module)``: what a norm computes, if the module is one.
         apart: ``apart(module)``: why a part of the module runs in a pass of its own, not in the epilogue of a product;
             empty if none does.
+        whole: the new ``forward`` takes the place of the original's decorators, too.
     """
 
     op: str
@@ -45,6 +46,7 @@ class Replacement(NamedTuple):
     packed: Callable[[nn.Module], tuple[str, ...]] = lambda module: ()
     apart: Callable[[nn.Module], str] = lambda module: ""
     norm: Callable[[Any], Any] | None = None
+    whole: bool = False
 
 
 def by_source(

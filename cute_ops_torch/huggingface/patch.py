@@ -22,6 +22,7 @@ from cute_ops_torch.huggingface import (
     attention,
     decoder,
     embedding,
+    experts,
     gated_norm,
     layer,
     loss,
@@ -49,7 +50,7 @@ log = logging.getLogger("cute_ops")
 _REPLACEMENTS = (
     *norm.REPLACEMENTS, *embedding.REPLACEMENTS, *mlp.REPLACEMENTS, *layer.REPLACEMENTS, *attention.REPLACEMENTS,
     *decoder.REPLACEMENTS, *plain_mlp.REPLACEMENTS, *t5_mlp.REPLACEMENTS, *activated_norm.REPLACEMENTS,
-    *patches.REPLACEMENTS,
+    *patches.REPLACEMENTS, *experts.REPLACEMENTS,
 )  # fmt: skip
 _OF_ALL = (ATTENTION, MASKS, EAGER_ATTENTION, BALANCE, activated_norm.ACTIVATED)
 _WHOLE = Replacement("", lambda module, model: module is model, traced.settling)
@@ -58,7 +59,7 @@ _OF_FUNCTIONS = (*_OF_ALL, *SUMS, SHARED, _WHOLE)
 RUN = frozenset({
     "add_layernorm", "add_rmsnorm", "attention", "attention_mask", "cross_entropy", "embedding", "expert_balance",
     "fused", "geglu", "gelu", "gelu_mul", "group_norm", "layernorm", "linear", "linear_cross_entropy", "mlp",
-    "relu2", "rmsnorm", "rope", "silu_mul", "softmax", "swiglu",
+    "permute_tokens", "relu2", "rmsnorm", "rope", "silu_mul", "softmax", "swiglu",
 })  # fmt: skip
 
 
@@ -248,7 +249,7 @@ def _unpatched(patched: Any) -> Any:
 def _subclass(original: Any, replacement: Replacement) -> type[nn.Module]:
     unpatched: Any = getattr(original, "_cute_original", original)
     ours = replacement.forward(getattr(original, "_cute_ours", None) or innermost(original.forward))
-    forward, may = or_original(unpatched, ours)
+    forward, may = or_original(unpatched, ours, replacement.whole)
     # The same name: checkpointing, sharding and device maps find modules by it.
     attributes = {
         "__module__": original.__module__, "__qualname__": original.__qualname__, "forward": forward,

@@ -203,6 +203,7 @@ def _why_norm(module: Any) -> str:
     return f"{type(module).__name__} computes neither an RMS norm nor a layer norm of rows"
 
 
+_MLPS = ("silu_mul", "gelu_mul", "gelu", "relu2", "swiglu", "geglu", "mlp", "permute_tokens")
 _ROLES = (
     _Role("loss", ("linear_cross_entropy", "cross_entropy"), _is_loss, _why_loss),
     _Role("mask", ("attention_mask",), _makes_mask, _why_mask),
@@ -210,6 +211,6 @@ _ROLES = (
     _Role("layer", ("add_rmsnorm", "add_layernorm"), _is_layer, _why_layer),
     _Role("rotary function", ("rope",), lambda module: bool(_rotation(module)), _why_rotation),
     _Role("attention", ("attention", "softmax"), _is_eager, _why_attention),
-    _Role("MLP", ("silu_mul", "gelu_mul", "gelu", "relu2", "swiglu", "geglu", "mlp"), _is_mlp, _why_mlp),
+    _Role("MLP", _MLPS, _is_mlp, _why_mlp),
     _Role("norm", ("rmsnorm", "layernorm", "group_norm", "fused"), _is_norm, _why_norm),
 )
