@@ -177,7 +177,8 @@ def _why_attention(module: nn.Module) -> str:
 
 def _is_mlp(module: nn.Module) -> bool:
     """Whether a module is an MLP, or experts of which no one is a module."""
-    if not _named(_MLP, module) or _named(r"(?i)(layer|router|gate)$", module) or isinstance(module, nn.ModuleList):
+    other = _named(r"(?i)(layer|router|gate|attention)$", module)  # as `Qwen2MoeAttention`
+    if not _named(_MLP, module) or other or isinstance(module, nn.ModuleList):
         return False
     children = [*module.modules()][1:]
     return (bool(children) or _named("Experts", module)) and not any(_named(_MLP, child) for child in children)
