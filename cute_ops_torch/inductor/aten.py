@@ -85,6 +85,8 @@ class AtenFront(Front):
             issubclass(kind, (torch.SymInt, torch.SymFloat, torch.SymBool)) for kind in self._kinds(node)
         ):
             return None
+        if any(self.values[arg] is None for arg in node.all_input_nodes):
+            return None  # random numbers that a checkpoint draws again: nothing says what they are
         source = node.args[0] if node.args else None
         if name in VIEWS and isinstance(source, Node) and example(source).dtype != value.dtype:
             return None  # the bits as they are

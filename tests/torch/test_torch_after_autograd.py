@@ -157,6 +157,24 @@ def test_checkpoints_are_computed_again() -> None:
     assert became("forward")
 
 
+def test_checkpoints_with_dropout() -> None:
+    """The backward draws the forward's random numbers again, by an operator of which no graph says what it returns."""
+
+    def inner(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+        return F.linear(F.dropout(F.gelu(F.linear(x, w)), 0.5, True), v)
+
+    x, w, v = draw(2, 3, N), draw(32, N), draw(N, 32)
+    results = []
+    for rewritten in (False, True):
+        torch._dynamo.reset()
+        backend = with_graphs_after_autograd(rewritten)
+        run = torch.compile(lambda x, w, v: checkpoint(inner, x, w, v, use_reentrant=False), backend=backend)
+        torch.manual_seed(3)
+        results.append(torch.autograd.grad(run(x, w, v).cos().sum(), (x, w, v)))
+    torch.testing.assert_close(*results)
+    assert [entry.what.partition(" ")[0] for entry in inductor.report() if "backward" in entry.where] == ["e1(t,t,t)"]
+
+
 class Exported(torch.nn.Module):
     """A norm, a gated MLP, a product with its neighbours, and one that is found after autograd alone."""
 

@@ -390,7 +390,7 @@ def test_a_global_switch_and_a_context() -> None:
 
 @pytest.mark.drawn(0.5)
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(900, 912))
+@pytest.mark.parametrize("seed", range(900, 906))
 def test_drawn_programs(seed: int) -> None:
     from tests.torch.drawn_programs import Program
     from tests.torch.drawn_programs import compare as compare_programs
@@ -398,3 +398,13 @@ def test_drawn_programs(seed: int) -> None:
     program = Program(seed)
     backend = through_autograd if seed % 4 == 0 and not program.is_random else only_the_pass
     compare_programs(program, backend, dynamic=seed % 3 == 0 or None)
+
+
+@pytest.mark.drawn(0.5)
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20, 26))
+def test_drawn_graphs(seed: int) -> None:
+    """``python -m tests.torch.drawn_graphs --count 500`` checks more of them."""
+    from tests.torch.drawn_graphs import check
+
+    check(seed)
