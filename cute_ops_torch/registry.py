@@ -224,7 +224,7 @@ class Registered:
                 # Importing Inductor takes over a second, so only programs that have loaded it get this far.
                 lowering = import_module("cute_ops_torch.inductor.lowering")
                 if self.op.program:
-                    lowering.leave_to_torch(self.overload)
+                    lowering.leave_to_torch(self.overload, self.op)
                 else:
                     lowering.register_lowering(self.op, self.overload, self.launcher)
                 for op in [op for step in _computing(self.op) for op in (step, *step.narrowed)]:

@@ -25,6 +25,7 @@ from cute_ops_torch.composite import recipes
 from cute_ops_torch.host.call_site import CallSite, any_call, call_site
 from cute_ops_torch.host.launch import Launcher
 from cute_ops_torch.inductor import cache_key
+from cute_ops_torch.inductor.ahead import compile_ahead
 from cute_ops_torch.inductor.fusion_choice import asked_for, decomposed
 from cute_ops_torch.library.schema import defaults
 
@@ -34,7 +35,7 @@ def register_lowering(op: Op, overload: Any, launcher: Launcher) -> None:
     _mark_caches(op)
     if op.mutates or op.scalars:
         # Inductor's own call of ``torch.ops`` knows what is written, and takes numbers that are symbolic.
-        leave_to_torch(overload)
+        leave_to_torch(overload, op)
         return
     arity, names, tail = len(op.inputs), (*op.inputs, *op.attrs), defaults(op)
     default = dict(zip(names[len(names) - len(tail) :], tail, strict=True))
@@ -61,6 +62,7 @@ def register_lowering(op: Op, overload: Any, launcher: Launcher) -> None:
         other = _fused_by_inductor(op, overload, args, device)
         if other is not None:
             return other
+        compile_ahead(op, V.graph.current_node)
         given = {n: (t, declared) for (n, declared), t in zip(op.inputs.items(), tensors, strict=True) if t is not None}
         kernel = f"extern_kernels.{kernels[device.type]}"
         call = _Call(device, kernel, given, [_literal(a) for a in attrs], list(op.outputs))
@@ -70,13 +72,22 @@ def register_lowering(op: Op, overload: Any, launcher: Launcher) -> None:
         return outputs if len(outputs) > 1 else outputs[0]
 
 
-def leave_to_torch(overload: Any) -> None:
-    """Have an op called through ``torch.ops``.
+def leave_to_torch(overload: Any, op: Op | None = None) -> None:
+    """Have an op called through ``torch.ops``; of one of ours the kernels are compiled meanwhile.
 
     Inductor does so with every op that it finds without a lowering; but torch 2.11 first writes down what the op's
     arguments are computed from, which takes twice as long with each layer of a model.
     """
     lowering.make_fallback(overload, lowering.constrain_to_fake_tensors, warn=False)
+    if op is None:
+        return
+    called = lowering.lowerings[overload]
+
+    @lowering.register_lowering(overload, type_promotion_kind=None)
+    def lower(*args: Any, **kwargs: Any) -> Any:
+        if not (V.graph.cpp_wrapper or V.aot_compilation):
+            compile_ahead(op, V.graph.current_node)
+        return called(*args, **kwargs)
 
 
 def _register_scaled_gradient() -> None:
