@@ -34,7 +34,7 @@ KEYS = {64: (128, 3), 128: (128, 2), 192: (96, 2), 256: (80, 2)}
 ONE_PASS = {64: (64, 3), 128: (64, 2)}
 # By the most elements of a head, keys and slots of the gradient of queries, then queries and slots of that of keys and
 # values.
-BACKWARD = {64: (128, 2, 96, 2), 128: (96, 2, 48, 2), 192: (64, 2, 32, 2), 256: (64, 1, 32, 1)}
+BACKWARD = {64: (128, 2, 96, 2), 128: (96, 2, 48, 2), 192: (64, 2, 32, 2), 256: (64, 1, 32, 2)}
 # By ``mma.sync``, by the most elements of a head: warps, tiles of 16 queries of each, and keys of a tile; the first one
 # that shared memory holds.
 BY_WARPS = {
