@@ -206,18 +206,24 @@ class AttentionFwdSm80(ForwardKernel):
         rS = mine.scores
 
         def change():
-            self._change(rS, place, whole, there)
+            self._change(rS, place)
 
-        factors = self.softmax.add_changed(rS, (mine.largest, mine.sums), whole, change)
+        def hide():
+            self._hide(rS, place, whole, there)
+
+        factors = self.softmax.add_changed(rS, (mine.largest, mine.sums), whole, change, hide)
         self.softmax.rescale_grown(mine.values, factors)
         store_packed(rS, mine.weights)
 
-    @cute.jit
-    def _change(self, rS, place: cutlass.Constexpr, whole, there: cutlass.Constexpr):
-        """Change 16 rows of a tile's scores as a mod says, and hide those that are left out."""
+    def _change(self, rS, place):
+        """Change products of 16 rows of a tile to scores, as a mod says."""
         self._scale_scores(rS, place.tile, place.sizes)
-        if const_expr(self.mods.score is not None):
+        if self.mods.score is not None:
             self.mods.change(by_row(rS), place)
+
+    @cute.jit
+    def _hide(self, rS, place: cutlass.Constexpr, whole, there: cutlass.Constexpr):
+        """Hide scores of 16 rows of a tile that are left out."""
         if not whole:
             self.mods.hide(by_row(rS), place, -Float32.inf)
         self._hide_missing(by_row(rS), there)

@@ -279,22 +279,26 @@ class AttentionFwd(ForwardKernel):
     @cute.jit
     def _weigh(self, rS, at: cutlass.Constexpr, keys, sums: cutlass.Constexpr):
         """Change a tile's scores and exponentiate them: see :meth:`OnlineSoftmax.add`."""
-        tile, sizes, *_ = at
+        tile, sizes, tidx, there = at
         whole = self.tiles.whole(tile, sizes, tile.block, keys)
-        return self.softmax.add_changed(rS, sums, whole, lambda: self._change(rS, at, keys, whole))
-
-    @cute.jit
-    def _change(self, rS, at: cutlass.Constexpr, keys, whole):
-        """Change a tile's scores as a mod says, and hide those that are left out."""
-        (tile, sizes, tidx, there), scores = at, by_row(rS)  # (rows, columns)
         first = tile.block * self.tile_m, keys * self.tile_n, self.tile_n
         place = place_of(tidx, tile, first, sizes)
-        self._scale_scores(rS, tile, sizes)
-        if const_expr(self.mods.score is not None):
-            self.mods.change(scores, place)
+        return self.softmax.add_changed(
+            rS, sums, whole, lambda: self._change(rS, place), lambda: self._hide(rS, place, whole, (there, tidx))
+        )
+
+    def _change(self, rS, place):
+        """Change a tile's products to scores, as a mod says."""
+        self._scale_scores(rS, place.tile, place.sizes)
+        if self.mods.score is not None:
+            self.mods.change(by_row(rS), place)
+
+    @cute.jit
+    def _hide(self, rS, place: cutlass.Constexpr, whole, missing: cutlass.Constexpr):
+        """Hide scores of a tile that are left out."""
         if not whole:
-            self.mods.hide(scores, place, -Float32.inf)
-        self._hide_missing(scores, there, tidx)
+            self.mods.hide(by_row(rS), place, -Float32.inf)
+        self._hide_missing(by_row(rS), *missing)
 
     def _there(self, ring_k, slot):
         """Which keys of a slot are there; None where all are."""

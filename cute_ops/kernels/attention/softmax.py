@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Boolean, Float32, Int32
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
@@ -100,16 +100,18 @@ class OnlineSoftmax:
             self.exponentiate(rS, r, rSum, factors[r], lambda x: x * scale - shift)
         return factors
 
-    def add_changed(self, rS, sums, whole, change):
+    def add_changed(self, rS, sums, whole, change, hide):
         """Replace a tile's products by exponentials of scores; returns what :meth:`add` does.
 
         Args:
             rS: products of queries and keys.
             sums: rMax and rSum, as :meth:`add` has them.
             whole: whether no key is left out.
-            change: changes products into scores, and hides keys that are left out.
+            change: changes products into scores.
+            hide: replaces scores of keys that are left out by -inf.
         """
         change()
+        hide()
         return self.add(rS, *sums)
 
     def largest(self, rS, of=lambda x: x):
@@ -191,7 +193,11 @@ class CappedSoftmax(OnlineSoftmax):
 
     The exponential and the reciprocal in each tanh take half of the forward's time: an SM computes 16 of these a clock,
     and its tensor cores 8 scores. A polynomial takes two or three multiplications. It is used if the largest product of
-    each row of a warp is in its range. In other tiles scores are computed as those of any function are.
+    each row of a warp is in its range. In other tiles scores are computed as those of any function are, right to 2e-7
+    of ``a``.
+
+    Of tiles of which keys are left out the absolute products are compared, those of hidden keys, too. Their scores are
+    computed before keys are hidden.
 
     With ``signed`` products smaller than the range may get a wrong score, but one so far below the largest that its
     weight is negligible. Else the largest absolute product is taken, also in the place of the largest: all products are
@@ -227,10 +233,10 @@ class CappedSoftmax(OnlineSoftmax):
         inside = [(x >= low) & (x <= high) for x in largest]
         return cute.arch.vote_all_sync(inside[0] & inside[1])
 
-    def add_changed(self, rS, sums, whole, change):
+    def add_changed(self, rS, sums, whole, change, hide):
         factors = cute.make_rmem_tensor(2, Float32)
         largest = self.largest(rS) if self.signed else self.largest(rS, cute.math.absf)
-        self._add(rS, (sums, factors), whole, (largest, change), 0)
+        self._add(rS, (sums, factors), whole, (largest, change, hide), 0)
         return factors
 
     @cute.jit
@@ -238,38 +244,66 @@ class CappedSoftmax(OnlineSoftmax):
         self, rS, numbers: cutlass.Constexpr, whole, given: cutlass.Constexpr, which: cutlass.Constexpr
     ):  # fmt: skip
         """:meth:`add_changed` by the polynomials from one on, or by none."""
-        (sums, factors), (largest, change) = numbers, given
+        (sums, factors), (largest, change, hide) = numbers, given
         if cutlass.const_expr(which == len(self.near)):
-            change()
-            factors.store(self.add(rS, *sums).load())
+            if self.holds_of_part(rS, largest, whole):
+                self.add_part(rS, sums, factors, hide)
+            else:
+                change()
+                hide()
+                factors.store(self.add(rS, *sums).load())
         elif whole & self.holds(largest, self.near[which]):
             self.add_near(rS, sums, largest, factors, self.near[which])
         else:
             self._add(rS, numbers, whole, given, which + 1)
 
     @cute.jit
+    def holds_of_part(self, rS, largest: cutlass.Constexpr, whole):
+        """Whether keys of a tile are left out, and the last polynomial is accurate enough for all of a warp."""
+        found, bound = Boolean(False), Float32(QUINTIC.bound / self.inner)
+        if not whole:
+            absolute = self.largest(rS, cute.math.absf) if cutlass.const_expr(self.signed) else largest
+            found = cute.arch.vote_all_sync((absolute[0] <= bound) & (absolute[1] <= bound))
+        return found
+
+    def add_part(self, rS, sums, factors, hide):
+        """Do what :meth:`add` does, for a tile of which :meth:`holds_of_part` is true; ``factors`` gets the result."""
+        (rMax, rSum), scores = sums, by_row(rS)
+        for r in range(2):
+            for c in range(cute.size(scores, mode=[1])):
+                scores[r, c] = self._near(QUINTIC, scores[r, c])
+        hide()
+        offset, largest = Float32(self.offset * LOG2_E), self.largest(rS)
+        for r in range(2):
+            # Numbers of which ``scale * y + offset`` are scores, as rMax keeps them.
+            changed = (largest[r] - offset) * Float32(1.0 / (self.scale * LOG2_E))
+            shift, factors[r] = self.grow(rMax, r, changed)
+            shift = shift + offset
+            self.exponentiate(rS, r, rSum, factors[r], lambda x, shift=shift: x - shift)
+
+    def _near(self, near, x, shift=None):
+        """The score of a product by a polynomial, of base 2, less a shift."""
+        first, *others = (
+            Float32(self.outer * LOG2_E * factor * self.inner ** (2 * i + 1)) for i, factor in enumerate(near.factors)
+        )
+        square, value = x * x, others[-1]
+        for factor in (*others[-2::-1], first):
+            value = square * value + factor
+        return x * value if shift is None else x * value - shift
+
+    @cute.jit
     def add_near(
         self, rS, sums: cutlass.Constexpr, largest: cutlass.Constexpr, factors, near: cutlass.Constexpr
     ):  # fmt: skip
         """Do what :meth:`add` does, for products of which :meth:`holds` is true; ``factors`` gets the result."""
-        first, *others = (
-            Float32(self.outer * LOG2_E * factor * self.inner ** (2 * i + 1)) for i, factor in enumerate(near.factors)
-        )
         rMax, rSum = sums
-
-        def exponent(x, shift):
-            square, value = x * x, others[-1]
-            for factor in (*others[-2::-1], first):
-                value = square * value + factor
-            return x * value - shift
-
         for r in cutlass.range_constexpr(2):
             # rMax keeps the changed number y, of which ``scale * y + offset`` is the score.
             u = largest[r] * Float32(-2.0 * self.inner * LOG2_E)
             changed = cute.arch.rcp_approx(exp2(u) + 1.0)
             shift, factors[r] = self.grow(rMax, r, changed)
             shift = shift + Float32(self.offset * LOG2_E)
-            self.exponentiate(rS, r, rSum, factors[r], lambda x: exponent(x, shift))
+            self.exponentiate(rS, r, rSum, factors[r], lambda x: self._near(near, x, shift))
 
 
 def polynomial(near, x):
