@@ -114,7 +114,7 @@ def driver_version() -> tuple[int, int] | None:
 
 @contextmanager
 def relaxed_capture() -> Iterator[None]:
-    """Let this thread load kernels while another captures a CUDA graph.
+    """Let this thread load kernels while it or another captures a CUDA graph.
 
     Loading a kernel may allocate device memory. A capture in the default mode forbids that in every thread and becomes
     invalid, although the allocation would not be recorded.

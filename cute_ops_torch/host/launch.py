@@ -92,7 +92,17 @@ class Launcher:
         return remembered(self.calls, key, lambda: prepare(self.op, tensors, attrs, outputs))
 
     def _specialize(self, calls: GuardedCalls, *args: Any) -> Any:
-        """Run a call, and add a guarded one for others like it."""
+        """Run a call, and add a guarded one for others like it.
+
+        CUDA brings a kernel's code to the device at the kernel's first launch, and Python may collect garbage before
+        it. Either may do what a capture in the default mode forbids, and break it.
+        """
+        if not args[0].is_cuda:
+            return self._run_first(calls, *args)
+        with target.relaxed_capture():
+            return self._run_first(calls, *args)
+
+    def _run_first(self, calls: GuardedCalls, *args: Any) -> Any:
         op, fills = self.op, calls is self._fills
         arity, count = len(op.inputs), len(op.inputs) + len(op.keywords)
         tensors, attrs, outputs = args[:arity], args[arity:count], args[count:]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -515,3 +517,24 @@ def test_tensors_within_each_other_may_be_written(make: Any, compiled: Any) -> N
         made.function(both[:, k], both[:, 1 - k][:3] + k + 1, index)
     assert both.count_nonzero() == 6 * 8
     made.function(both[:6, 0], both[6:9, 1], index % 6)
+
+
+def test_a_first_call_on_a_gpu_may_load_kernels_and_collect_garbage_in_a_capture(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The thread is in the relaxed mode of capture while it plans, loads and launches; not on a CPU."""
+    seen: list[str] = []
+
+    @contextmanager
+    def relaxed() -> Iterator[None]:
+        seen.append("relaxed")
+        yield
+        seen.append("as before")
+
+    monkeypatch.setattr(launch.target, "relaxed_capture", relaxed)
+    monkeypatch.setattr(launch.Launcher, "_run_first", lambda self, calls, *args: seen.append("run") or args[0])
+    for on_gpu, expected in ((True, ["relaxed", "run", "as before"]), (False, ["run"])):
+        x = SimpleNamespace(is_cuda=on_gpu, shape=(2, 3))
+        assert launch.Launcher(rmsnorm)._launches.call()(x) is x
+        assert seen == expected
+        seen.clear()
