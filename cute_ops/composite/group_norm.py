@@ -191,8 +191,9 @@ def _check(binding: Binding) -> str | None:
     groups, channels, positions = binding.attrs["groups"], binding.dims["c"], binding.dims["s"]
     if not groups >= 1 or (isinstance(channels, int) and channels % groups):
         return f"attribute `groups` is {groups}, expected a divisor of the c={channels} channels."
-    if isinstance(positions, int) and positions < 1:
-        return "argument `x` has s=0, expected at least one position."
+    for name, size, what in (("c", channels, "channel"), ("s", positions, "position")):
+        if isinstance(size, int) and size < 1:
+            return f"argument `x` has {name}=0, expected at least one {what}."
     return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any, Generic, TypeVar
 
 from cute_ops.composite.group_norm import group_norm_first, group_norm_last, group_norm_long, is_long
@@ -66,7 +67,7 @@ class Layouts(Generic[Array]):
 
         Raises:
             TypeError: a dtype that is not listed.
-            ValueError: fewer than two dims, channels that groups do not divide, no position.
+            ValueError: fewer than two dims, channels that groups do not divide, no channel, no position.
 
         Source: Wu and He, Group Normalization, 2018.
         """
@@ -75,13 +76,13 @@ class Layouts(Generic[Array]):
         if len(shape) < 2:
             raise ValueError(f"cute.group_norm: argument `x` has {len(shape)} dims, expected at least 2.")
         if channels_last:
-            rows = given.reshape((shape[0], -1, shape[-1])) if 0 not in shape else given[:, None]
+            rows = given.reshape((shape[0], prod(shape[1:-1]), shape[-1]))
         elif self._channels_last(given):
             given = given.permute(0, 2, 3, 1)
             last = self.group_norm(given, weight, bias, groups, eps, channels_last=True, activation=activation)
             return last.permute(0, 3, 1, 2)  # type: ignore[attr-defined,no-any-return]
         else:
-            rows = given.reshape((*shape[:2], -1)) if 0 not in shape else given
+            rows = given.reshape((*shape[:2], prod(shape[2:])))
         if channels_last:
             norm = self._group_norm_last
         else:

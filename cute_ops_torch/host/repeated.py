@@ -85,4 +85,8 @@ def repeated(signature: Signature, run: Call, otherwise: Call) -> Call:
 
 
 def _is_plain(tensor: Any) -> bool:
-    return type(tensor) in EXACT and tensor.device.type in ("cpu", "cuda") and not tensor.is_neg()
+    """Whether a tensor has memory that a kernel can read as it lies. One of ``torch.func`` has none, also after its
+    transform has ended, when a ``vjp``'s function is called.
+    """
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return type(tensor) in EXACT and tensor.device.type in ("cpu", "cuda") and not wrapped and not tensor.is_neg()

@@ -69,14 +69,16 @@ def once(name: str) -> Callable[[Call], Call]:
     def wrap(backward: Call) -> Call:
         @wraps(backward)
         def run(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
-            if not torch.is_grad_enabled():
+            # Functorch prepares for a double backward in every gradient; compilers refuse one themselves.
+            if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
                 return backward(ctx, *cotangents)  # type: ignore[no-any-return]
             with torch.no_grad():
                 found = backward(ctx, *cotangents)
-            # Compilers refuse double backwards themselves; functorch prepares for one in every gradient.
-            if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+            if torch.compiler.is_compiling():
                 return found  # type: ignore[no-any-return]
-            made = iter(_Last.apply(name, *[g.detach().requires_grad_() for g in found if g is not None]))  # type: ignore[no-untyped-call]
+            given = [d for d in cotangents if d is not None and d.requires_grad]
+            gradients = [g.detach().requires_grad_() for g in found if g is not None]
+            made = iter(_Last.apply(name, len(gradients), *gradients, *given, *_leaves(ctx)))  # type: ignore[no-untyped-call]
             return tuple(None if g is None else next(made) for g in found)
 
         return run
@@ -84,13 +86,28 @@ def once(name: str) -> Callable[[Call], Call]:
     return wrap
 
 
+def _leaves(node: Any) -> list[torch.Tensor]:
+    """The leaves that a node's inputs were computed from."""
+    found, waiting, seen = list[torch.Tensor](), [node], {node}
+    while waiting:
+        each = waiting.pop()
+        if (leaf := getattr(each, "variable", None)) is not None:
+            found.append(leaf)
+        before = {of for of, _ in each.next_functions if of is not None} - seen
+        seen |= before
+        waiting += before
+    return found
+
+
 class _Last(torch.autograd.Function):
-    """Passes gradients on and raises when they are differentiated."""
+    """Passes gradients on and raises when they are differentiated. It takes leaves and cotangents, too: second
+    derivatives to them lead here, and are not taken for zero.
+    """
 
     @staticmethod
-    def forward(ctx: Any, name: str, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, name: str, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.name = name
-        return tuple(g.view_as(g) for g in gradients)
+        return tuple(g.view_as(g) for g in tensors[:count])
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> None:

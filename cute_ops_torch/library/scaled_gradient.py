@@ -12,7 +12,7 @@ from cute_ops.declaration.op import Op
 from cute_ops.ops.reduction.scale import scale as declared
 from cute_ops_torch.library import program
 from cute_ops_torch.library.modes import EXACT, modes_active
-from cute_ops_torch.library.no_gradient import double_backward, once
+from cute_ops_torch.library.no_gradient import double_backward
 from cute_ops_torch.library.reference import register_fake
 
 Tensor = torch.Tensor
@@ -25,15 +25,13 @@ def scaled_gradients(op: Op) -> Callable[[Sequence[Tensor], Tensor, Sequence[Any
     derivative, else None.
     """
     name = op.aliases.get(op.name, op.name)
-    last = once(name)(lambda ctx, dloss, *saved: _scaled(saved, dloss))
 
     def scaled(saved: Sequence[Tensor], dloss: Tensor, second: Sequence[Any]) -> Sequence[Tensor]:
         if any(d is not None for d in second):
             raise double_backward(name)
         if torch._C._are_functorch_transforms_active():  # whose outer levels differentiate this, too
             return [(t.float() * dloss).to(t.dtype) for t in saved]
-        found: Sequence[Tensor] = last(None, dloss, *saved)
-        return found
+        return _scaled(saved, dloss)
 
     return scaled
 

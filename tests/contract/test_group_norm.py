@@ -17,6 +17,20 @@ from tests.contract.adapters import Adapter
 SEED = int(os.environ.get("CUTE_OPS_SEED", "43"))
 
 
+@pytest.mark.parametrize("last", [False, True], ids=["first", "last"])
+def test_no_example_and_nothing_to_normalise(adapter: Adapter, last: bool) -> None:
+    def ours(*shape: int) -> Any:
+        shape = (shape[0], *shape[2:], shape[1]) if last else shape
+        return adapter.ours.group_norm(adapter.array(np.ones(shape, np.float32)), groups=2, channels_last=last)
+
+    for positions in ((), (3,), (2, 3), (2, 3, 2)):
+        assert sorted(ours(0, 4, *positions).shape) == sorted((0, 4, *positions))
+    with pytest.raises(ValueError, match=r"^cute\.group_norm: argument `x` has c=0, expected at least one channel"):
+        ours(2, 0, 3)
+    with pytest.raises(ValueError, match=r"^cute\.group_norm: argument `x` has s=0, expected at least one position"):
+        ours(2, 4, 0)
+
+
 @pytest.mark.drawn(0.5)
 @pytest.mark.on_gpus
 @pytest.mark.parametrize("last", [False, True], ids=["first", "last"])

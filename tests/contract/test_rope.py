@@ -76,6 +76,14 @@ def test_positions_are_rows_of_the_tables(adapter: Adapter, interleaved: bool) -
         adapter.ours.rope_at(adapter.array(x), at, *adapter.arrays([np.ones((11, 40), np.float32)] * 2))
 
 
+def test_packed_heads_are_said(adapter: Adapter) -> None:
+    """Heads that are left out would leave x as it is."""
+    x, table = (adapter.array(np.ones(shape, np.float32)) for shape in ((5, 3, 8), (5, 4)))
+    for given in ({}, {"heads": 0}, {"heads": 4}):
+        with pytest.raises(ValueError, match=rf"`heads` is {given.get('heads', 0)}, expected how many heads are rot"):
+            adapter.ours.rope_packed(x, table, table, **given)
+
+
 def test_tables_of_any_strides_and_in_place() -> None:
     """Also in a part of a packed projection, whose other heads stay."""
     torch = pytest.importorskip("torch")

@@ -323,8 +323,25 @@ def test_linear_is_differentiated_once_and_as_often_as_one_likes(reduction: str)
         torch.testing.assert_close(first, again, rtol=0, atol=0)
         (dhidden,) = torch.autograd.grad(3 * loss, hidden, create_graph=True)
         torch.testing.assert_close(dhidden, first, rtol=0, atol=0)
-        with pytest.raises(NotImplementedError, match=r"cute\.linear_cross_entropy: .* no double backward"):
+        raises = partial(pytest.raises, NotImplementedError, match=r"cute\.linear_cross_entropy: .* no double backward")
+        for unused in (False, True):  # not None, as of what does not depend on it
+            with raises():
+                torch.autograd.grad(dhidden.square().sum(), weight, allow_unused=unused, retain_graph=True)
+        with raises():
             dhidden.square().sum().backward()
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_linear_pulls_back_after_its_transform_has_ended(reduction: str) -> None:
+    """What ``torch.func.vjp`` returns is called with tensors that have no memory of their own."""
+    (hidden, weight, bias), target = linear("cpu")
+    loss = partial(cute_ops_torch.linear_cross_entropy, target=target, reduction=reduction)
+    plain = [t.detach() for t in (hidden, weight, bias)]
+    value, pull = torch.func.vjp(lambda h, w, b: loss(h, w, bias=b), *plain)
+    cotangent = torch.full_like(value, 2.0)
+    expected = torch.autograd.grad(loss(hidden, weight, bias=bias), (hidden, weight, bias), cotangent)
+    for _ in range(2):
+        torch.testing.assert_close(pull(cotangent), expected)
 
 
 @pytest.mark.slow

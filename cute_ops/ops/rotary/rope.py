@@ -78,8 +78,8 @@ def check(binding: Any) -> str | None:
 
 def _check_packed(binding: Any) -> str | None:
     heads, h = binding.attrs["heads"], binding.dims["h"]
-    if heads < 0 or (isinstance(h, int) and heads > h):
-        return f"attribute `heads` is {heads}, expected at least 0 and at most h={h}."
+    if heads < 1 or (isinstance(h, int) and heads > h):
+        return f"attribute `heads` is {heads}, expected how many heads are rotated, at least 1 and at most h={h}."
     return check(binding)
 
 
@@ -213,7 +213,7 @@ rope_packed = _declare(
             may have any stride.
         cos: ``C[*#m r]``, as in :func:`rope`.
         sin: ``C[*#m r]``, likewise.
-        heads: how many heads are rotated, the first ones; others pass through.
+        heads: how many heads are rotated, the first ones; others pass through. It has to be given.
         interleaved: as in :func:`rope`.
 
     Returns:
@@ -223,7 +223,7 @@ rope_packed = _declare(
 
     Raises:
         TypeError: a dtype that is not listed.
-        ValueError: shapes that do not fit, ``d < 2r``, ``heads`` beyond h.
+        ValueError: shapes that do not fit, ``d < 2r``, ``heads`` left out or beyond h.
 
     Source: Su et al., RoFormer: Enhanced Transformer with Rotary Position Embedding, 2021.
     """,
