@@ -104,14 +104,12 @@ def patch(
     every = [
         (name, module, each) for name, module in model.named_modules() for each in _matching(module, model, logits)
     ]
-    found = [each for each in every if _serves(each[2], wanted)]
+    found = _called([each for each in every if _serves(each[2], wanted)], model)
     unwanted = [Replaced(name, each.op) for name, _, each in every if each.op and each.op not in wanted]
     if not any(each.op for _, _, each in found):
         if len(wanted) < len(RUN) and not _is_patched(model):
             return _report(model, {}, unwanted)
         raise ValueError(_nothing_to_patch(model))
-    unused = {f"{name}.{each.unused}" for name, _, each in found if each.unused}
-    found = [each for each in found if each[0] not in unused]
     for name, module, replacement in reversed(found):  # functions first: `rope` wraps a forward rebound to them
         if why := replacement.apart(module):
             log.debug("%s runs %s in a pass of its own: %s", name, replacement.op, why)
@@ -122,6 +120,18 @@ def patch(
         if each.op or each is _WHOLE:
             ops.setdefault(name, []).extend([each.op] if each.op else [])
     return _report(model, ops, unwanted)
+
+
+def _called(
+    found: Sequence[tuple[str, nn.Module, Replacement]], model: nn.Module
+) -> list[tuple[str, nn.Module, Replacement]]:
+    """Replacements of modules that something goes on calling: not of the activation of an MLP that is replaced, now or
+    before.
+    """
+    before = ((name, getattr(type(module), "_cute_unused", "")) for name, module in model.named_modules())
+    pairs = (*((name, each.unused) for name, _, each in found), *before)
+    unused = {f"{name}.{part}" for name, part in pairs if part}
+    return [each for each in found if each[0] not in unused]
 
 
 def _wanted(only: Iterable[str] | None, without: Iterable[str]) -> frozenset[str]:
@@ -257,6 +267,7 @@ def _subclass(original: Any, replacement: Replacement) -> type[nn.Module]:
         "_cute_runs": staticmethod(inspect.unwrap(ours)) if hands_on(unpatched.forward) else None,
         **({"_cute_norm": staticmethod(replacement.norm)} if replacement.norm else {}),
         "_cute_may": staticmethod(may), "__reduce_ex__": _reduce,
+        "_cute_unused": replacement.unused or getattr(original, "_cute_unused", ""),
         traced.READERS: None,
         "_cute_functions_only": replacement in _OF_FUNCTIONS and getattr(original, "_cute_functions_only", True),
     }  # fmt: skip

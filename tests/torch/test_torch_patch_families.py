@@ -139,6 +139,15 @@ def test_what_is_left_out_is_said() -> None:
         cute_ops_torch.patch(model, only=["rmsnorm"])
 
 
+def test_the_activation_of_a_replaced_mlp_is_left_to_it() -> None:
+    """In a second call, too, which would replace what nothing calls."""
+    model = make("gemma2")
+    quietly(model)
+    with pytest.raises(ValueError, match="Gemma2ForCausalLM is patched already"):
+        cute_ops_torch.patch(model)
+    assert not any(hasattr(type(layer.mlp.act_fn), "_cute_original") for layer in model.model.layers)
+
+
 def test_ops_that_are_none() -> None:
     model = make("llama")
     with pytest.raises(ValueError) as caught:
