@@ -327,6 +327,24 @@ def test_sums_of_all_elements_are_exchanged_once() -> None:
             assert len(kernel.late_sums) == late
 
 
+@pytest.mark.parametrize("rows", [2, 3, 5, 7, 13])
+def test_a_cluster_waits_for_the_sums_of_all_elements(rows: int) -> None:
+    """However many rows it has: on an H200 a CTA ended while others still sent to it, an unspecified launch failure."""
+
+    def scaled(xp: Any, x: Any, factor: Any) -> Any:
+        return xp.sigmoid(x * factor)
+
+    def beside_mean(xp: Any, x: Any, factor: Any) -> Any:
+        return x - xp.mean(x, **ROW) * factor
+
+    for function in (scaled, beside_mean):
+        op = fused(function, operands={"x": TILE, "factor": ""}).grad
+        assert op
+        call = kernel_calls.made(op, rows, 1030, "float32", "compact", np.random.default_rng(rows))
+        tile = {**in_form(call.planned()[1], "persistent"), "cluster": 2, "clusters": 2}
+        kernel_calls.check(call._replace(tile=tile), watched=True)
+
+
 @pytest.mark.parametrize(("n", "threads"), [(67, 2), (1664, 32), (3072, 64), (16_384, 256)])
 def test_rows_of_which_only_sums_are_stored_have_few_threads(n: int, threads: int) -> None:
     """As measured: 110647 x 1664 took 135 us with two vectors a thread, 85 with seven."""

@@ -49,6 +49,7 @@ class HeldRows(RowPieces):
         self.tile = RowTile(self._vectors(shown), self.config)
         self.access = RowAccess(shown, self.tile)
         self.exchanges = exchanges(self.tile, self.emit.primitives)
+        self.exchanged = len(self.exchanges)  # of a row: exchanges are counted, since mbarriers take turns
         self.independent = not self.exchanges  # the CTAs of a row
         self.pdl = can_use_pdl(variant.arch)
 
@@ -79,7 +80,7 @@ class HeldRows(RowPieces):
         thread's share of stage ``s``.
         """
         for s in range(self.awaited, len(self.emit.primitives)) if last else range(self.awaited):
-            values.reduced(s, self.exchanges[s](totals(s), shared, step * len(self.emit.primitives) + s))
+            values.reduced(s, self.exchanges[s](totals(s), shared, step * self.exchanged + s))
 
     def _totals(self, values, stage, read, columns, first):
         """A thread's share of a stage's reductions; ``read(k)`` gives the k-th vectors."""
@@ -247,6 +248,8 @@ class RowsInRing(HeldRows):
         self.ring = RowRing(self.tile, [self.keys[piece] for _, piece in self.tiles], self.config.stages)
         self.sums = [*self.outputs["r"], *self.outputs["s"]]
         self.late_sums = self._late_sums()
+        if self.late_sums:
+            self.exchanged = self.awaited
         self.tile_sum = TileColumnSum(self.tile)
         together = self.tile.rows > 1 and self.outputs["r"]
         self.bytes = max(self.ring.bytes, 4 * self.tile_sum.width * self.tile.rows if together else 0)
@@ -366,7 +369,7 @@ class RowsInRing(HeldRows):
         shares = [Float32(0.0)] * len(scalars)
         for rSum, s in zip(scalars, self.late_sums):
             shares[s] = rSum[0]
-        totals = self.exchanges[self.awaited](tuple(shares), shared, steps * len(self.exchanges) + self.awaited)
+        totals = self.exchanges[self.awaited](tuple(shares), shared, steps * self.exchanged)
         for rSum, s in zip(scalars, self.late_sums):
             rSum[0] = totals[s]
 
