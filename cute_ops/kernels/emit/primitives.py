@@ -128,6 +128,25 @@ DEVICE = {
 }
 
 
+def _exact(operation):
+    """An operation in PTX that says how it rounds: the assembler makes no fused multiply-add of it."""
+
+    def compute(x, y):
+        ptx = f"{operation}.rn.f32 {{$w0}}, {{$r0}}, {{$r1}};"
+        return cute.arch.inline_ptx(ptx, write_only_types=[Float32], read_only_args=[Float32(x), Float32(y)])
+
+    return compute
+
+
+# For a value that is computed again and compared with what it was: whether a product and a sum become one instruction,
+# which rounds once, depends on what else needs the product.
+_multiply = _exact("mul")
+EXACT = {
+    "add": _exact("add"), "subtract": _exact("sub"), "multiply": _multiply, "square": lambda x: _multiply(x, x),
+    "divide": lambda x, y: _multiply(x, cute.arch.rcp_approx(y)),
+}  # fmt: skip
+
+
 def short_exp(x):
     return exp2(x * LOG2_E)
 

@@ -5,7 +5,7 @@ from cutlass import Float32
 from cute_ops.expressions.stages import awaited, levels, stages
 from cute_ops.expressions.text import parse
 from cute_ops.kernels.emit.emitter import computed
-from cute_ops.kernels.emit.primitives import DEVICE, SHORT_DEVICE
+from cute_ops.kernels.emit.primitives import DEVICE, EXACT, SHORT_DEVICE
 
 
 class RowEmitter:
@@ -16,6 +16,8 @@ class RowEmitter:
         primitives: their primitives.
         read: the nodes of the operands that are read.
         reduced: those with columns that reductions are computed from.
+        exact: what the largest or smallest number of a row is looked for in, if elements are compared with that: they
+            are computed again, and equal it only if every operation rounds as it did.
         short: exponentials of what lies below the maximum of its row, ``exp(x - max(x))``, if ``narrow``: if tiles have
             16 bits. The short form is off by as much as rounding the difference is, also in a float32 sum.
     """
@@ -28,13 +30,31 @@ class RowEmitter:
         self.primitives = [[nodes[i].primitive for i in stage] for stage in self.stages]
         self.read = [i for i, node in enumerate(nodes) if node.primitive == "operand"]
         self.bools = [i for i in self.read if self.expression.kinds[i].dtype == "bool"]
-        waiting, seen = [nodes[i].args[0] for stage in self.stages for i in stage], set()
+        seen = self._with_columns([nodes[i].args[0] for stage in self.stages for i in stage])
+        self.reduced = [i for i in self.read if i in seen]
+        self.exact = {nodes[i] for i in self._with_columns(self._compared())}
+
+    def _with_columns(self, nodes):
+        """These nodes and what they are computed from, as far as it has columns."""
+        waiting, seen = [*nodes], set()
         while waiting:
             i = waiting.pop()
             if i not in seen and self.expression.kinds[i].columns:
                 seen.add(i)
-                waiting += nodes[i].args
-        self.reduced = [i for i in self.read if i in seen]
+                waiting += self.expression.nodes[i].args
+        return seen
+
+    def _compared(self):
+        """The nodes that are compared with their row's largest or smallest number."""
+        nodes = self.expression.nodes
+        pairs = [pair for n in nodes if n.primitive == "equal" for pair in (n.args, n.args[::-1])]
+        return [x for x, y in pairs if nodes[y].primitive in ("max", "min") and nodes[y].args[0] == x]
+
+    def table(self, node):
+        """The device functions that compute a node."""
+        if node in self.exact:
+            return {**self.device, **EXACT}
+        return SHORT_DEVICE if node in self.short else self.device
 
     def _below_maximum(self, node):
         nodes = self.expression.nodes
@@ -100,5 +120,4 @@ class RowValues:
         return found[i]
 
     def _computed(self, node, args):
-        device = SHORT_DEVICE if node in self.emitter.short else self.emitter.device
-        return computed(node, args, self.length, device)
+        return computed(node, args, self.length, self.emitter.table(node))

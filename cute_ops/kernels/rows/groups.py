@@ -213,7 +213,7 @@ class GroupValues(RowValues):
             return reduced(args[0], int(node.value), COMBINE[node.primitive.removeprefix("group_")])
         count = next((len(x) for x in args if isinstance(x, list)), 0)
         found = [
-            computed(node, [x[j] if isinstance(x, list) else x for x in args], self.length, self.emitter.device)
+            computed(node, [x[j] if isinstance(x, list) else x for x in args], self.length, self.emitter.table(node))
             for j in range(count or 1)
         ]
         return found if count else found[0]
