@@ -75,7 +75,8 @@ def test_slices_of_a_wider_buffer(problem: Any, shift: int) -> None:
             t = view
         elif t is not None and declared.rows:
             n = t.shape[-1]
-            view = torch.full((*t.shape[:-1], n + 8 - n % 8 + 8), torch.nan, dtype=t.dtype, device="cuda")
+            poison = torch.nan if t.is_floating_point() else -1
+            view = torch.full((*t.shape[:-1], n + 8 - n % 8 + 8), poison, dtype=t.dtype, device="cuda")
             view = view[..., shift : shift + n]
             view.copy_(t)
             t = view
