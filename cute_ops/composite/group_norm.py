@@ -94,18 +94,17 @@ def _first(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
     return {**found, "out": found["out"].reshape(x.shape)}
 
 
-def _first_dx(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
-    x, dout, groups = inputs["x"], inputs["dout"], attrs["groups"]
-    weight, bias = _parameters(xp, inputs, -2)
-    operands = {name: inputs[name][..., None] for name in ("mean", "rstd")}
-    operands |= {"weight": _grouped(weight, groups), "bias": _grouped(bias, groups)}
-    rows = _rows(x, groups)
-    found = call(steps.group_norm_rows_dx, {"x": rows, "dy": dout.reshape(rows.shape), **operands}, _silu(attrs))
-    return {"dx": found["out"].reshape(x.shape)}
-
-
-def _first_dweight(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
-    return _dweight(xp, call, {**inputs, **_row_slopes(xp, call, inputs, attrs)}, attrs)
+def _first_bwd(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
+    x, groups = inputs["x"], attrs["groups"]
+    given = {name: inputs[name] for name in ("weight", "bias")}
+    operands = {name: None if each is None else _grouped(each, groups) for name, each in given.items()}
+    *lead, channels, positions = x.shape
+    shape = (*lead, groups, channels // groups, positions)
+    operands |= {"x": x.reshape(shape), "dy": inputs["dout"].reshape(shape)}
+    operands |= {name: inputs[name] for name in ("mean", "rstd")}
+    found = call(steps.group_norm_rows_bwd, operands, _silu(attrs))
+    gradients = {f"d{name}": None if each is None else found[f"d{name}"].reshape(-1) for name, each in given.items()}
+    return {"dx": found["dx"].reshape(x.shape), **gradients}
 
 
 # --- channels first, each of which is a row: groups that are long ----------------------------------------------------
@@ -248,10 +247,7 @@ _OF_FIRST = {"x": _FIRST, **_numbers("*m g", False), "dout": _FIRST, **_PARAMETE
 _OF_LAST = {"x": _LAST, **_numbers("*m c", False), "dout": _LAST, **_PARAMETERS}
 group_norm_first = _norm(
     "group_norm_first", "*m c s", "*m g", _first,
-    (
-        _step("group_norm_first_dx", _first_dx, _OF_FIRST, {"dx": _FIRST}, steps.group_norm_rows_dx),
-        _step("group_norm_first_dweight", _first_dweight, _OF_FIRST, _GRADIENTS, steps.group_norm_row_slopes),
-    ),
+    (_step("group_norm_first_bwd", _first_bwd, _OF_FIRST, {"dx": _FIRST, **_GRADIENTS}, steps.group_norm_rows_bwd),),
     (steps.group_norm_rows,), **_G,
 )  # fmt: skip
 group_norm_long = _norm(

@@ -9,12 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from cute_ops.declaration.array_api import sigmoid, widen
 from cute_ops.declaration.case import Case
+from cute_ops.declaration.config import Tuning
 from cute_ops.declaration.op import Op
+from cute_ops.declaration.shapes import FLOATS
 from cute_ops.declaration.tensor import Tensor
 from cute_ops.expressions.tracing import trace
 from cute_ops.ops.expression.formula import ByAttrs, Formula, declare
 from cute_ops.ops.expression.fused import fused
+from cute_ops.ops.norm import group_config
 
 ROW: Mapping[str, Any] = {"axis": -1, "keepdims": True}
 GROUPS = (
@@ -51,22 +55,50 @@ def _group(xp: Any, x: Any, weight: Any, bias: Any, *, eps: float, silu: bool) -
     return xp.silu(y) if silu else y, mean, rstd
 
 
-def _group_dx(xp: Any, x: Any, dy: Any, **numbers: Any) -> Any:
-    normed, slope = _normed_and_slope(xp, x, dy, **numbers)
-    slope = slope * numbers["weight"]
-    return numbers["rstd"] * (slope - xp.mean(slope, **ROW) - normed * xp.mean(slope * normed, **ROW))
-
-
 group_norm_rows = fused(
     _group, name="group_norm_rows", operands={"x": "*m n", "weight": "h d", "bias": "h d"},
     attrs={"eps": 1e-5, **SILU}, outputs=("out", "mean", "rstd"), no_gradient=("weight", "bias"), squeezed=True,
     cases=GROUPS,
     doc="The group norm of rows ``h``, each of which has d channels one after the other; its mean and rstd.",
 )  # fmt: skip
-group_norm_rows_dx = fused(
-    _group_dx, name="group_norm_rows_dx", cases=GROUPS, no_gradient=("mean", "rstd", "weight", "bias"), attrs=SILU,
-    operands={"x": "*m n", "dy": "*m n", "mean": "*m 1", "rstd": "*m 1", "weight": "h d", "bias": "h d"},
-    doc="Gradient of :func:`group_norm_rows` to x.",
+
+
+def _rows_bwd(
+    xp: Any, x: Any, dy: Any, mean: Any, rstd: Any, weight: Any = None, bias: Any = None, *, silu: bool
+) -> tuple[Any, Any, Any]:  # fmt: skip
+    wide, slope, mean, rstd, w, b = widen(xp, x, dy, mean, rstd, weight, bias)
+    mean, rstd = (a[..., None, None] for a in (mean, rstd))
+    normed = (wide - mean) * rstd
+    w, b = (None if a is None else a[..., None] for a in (w, b))
+    if silu:
+        y = normed if w is None else normed * w
+        y = y if b is None else y + b
+        gate = sigmoid(xp, y)
+        slope = slope * gate * (1 + y * (1 - gate))
+    scaled = slope if w is None else slope * w
+    pull, push = (xp.mean(a, axis=(-2, -1), keepdims=True) for a in (scaled * normed, scaled))
+    dx = xp.astype(rstd * (scaled - push - normed * pull), x.dtype)
+    over = (*range(x.ndim - 3), -1)
+    dweight, dbias = (xp.sum(a, axis=over) for a in (slope * normed, slope))
+    dweight = None if weight is None else xp.astype(dweight, weight.dtype)
+    return dx, dweight, None if bias is None else xp.astype(dbias, bias.dtype)
+
+
+_GROUPED, _NUMBERS, _OF_GROUPS = Tensor("*m h d n", "T"), Tensor("*m h", "float32"), Tensor("h d", "W", optional=True)
+group_norm_rows_bwd = Op(
+    "group_norm_rows_bwd",
+    inputs={"x": _GROUPED, "dy": _GROUPED, "mean": _NUMBERS, "rstd": _NUMBERS, "weight": _OF_GROUPS,
+            "bias": _OF_GROUPS._replace(dtype="B")},
+    outputs={"dx": _GROUPED, "dweight": Tensor("h d", "W", given="weight"), "dbias": Tensor("h d", "B", given="bias")},
+    dtypes={"T": FLOATS, "W": FLOATS, "B": FLOATS}, attrs=SILU, static=("h", "d", "n"), reference=_rows_bwd,
+    kernel="cute_ops.kernels.norm.group_rows:GroupRowsBackward",
+    tuning=Tuning(group_config.rows_bwd, workspace=group_config.rows_workspace),
+    cases=(
+        Case("odd-small", {"m": (3,), "h": 3, "d": 5, "n": 7}, {"W": "float32"}),
+        Case("unet", {"m": (2,), "h": 32, "d": 10, "n": 1024}), Case("vae", {"m": (1,), "h": 3, "d": 16, "n": 16384}),
+    ),
+    inference_only="group_norm has one",
+    doc="Gradients of :func:`group_norm_rows`, whose rows are here ``h`` groups of d channels, of mean and rstd.",
 )  # fmt: skip
 
 
@@ -205,7 +237,7 @@ group_norm_of_examples_dx = fused(
     doc="Gradient of :func:`group_norm_of_examples` to x, which mean and rstd follow from.",
 )  # fmt: skip
 PARTS = (
-    group_norm_rows, group_norm_rows_dx, group_norm_statistics, group_norm_pulls, group_norm_row_moments,
+    group_norm_rows, group_norm_rows_bwd, group_norm_statistics, group_norm_pulls, group_norm_row_moments,
     group_norm_row_slopes, group_norm_of_rows, group_norm_of_rows_dx, group_norm_moments, group_norm_slopes,
     group_norm_of_examples, group_norm_of_examples_dx,
 )  # fmt: skip

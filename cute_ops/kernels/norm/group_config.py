@@ -1,0 +1,30 @@
+"""What the kernels of group norm are configured with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from cute_ops.declaration.config import KernelConfig
+
+
+@dataclass(frozen=True)
+class GroupConfig(KernelConfig):
+    """How groups of channels spread over threads and CTAs.
+
+    Attributes:
+        form: ``smem``: what is read stays in the shared memory of a cluster until it is no longer needed; ``passes``:
+            it is read again.
+        threads: of a CTA.
+        cluster: CTAs that share a group, or with channels last some neighbouring groups.
+        resident: CTAs that are to fit on an SM together: a cap on registers.
+        team: threads that take a channel together; with channels last 0.
+        width: channels of a cluster, whole groups, with channels last; else 0.
+    """
+
+    form: Literal["smem", "passes"]
+    threads: int
+    cluster: int = 1
+    resident: int = 1
+    team: int = 0
+    width: int = 0
