@@ -65,8 +65,8 @@ def flat(config: Any, op: str) -> dict[str, Any]:
 
 
 class Problem(NamedTuple):
-    """What a heuristic may look at: sizes; dtypes and alignments by tensor name; the target; and the contiguous dim of
-    tensors that declare several.
+    """What a heuristic may look at: sizes; dtypes and alignments by tensor name; the target; the contiguous dim of
+    tensors that declare several; and inputs that broadcast, if they have fewer rows than the op.
     """
 
     m: int
@@ -78,6 +78,7 @@ class Problem(NamedTuple):
     arch: str
     sm_count: int
     contiguous: Mapping[str, str] = {}
+    shared: tuple[str, ...] = ()
 
     def size(self, name: str) -> int:
         """The size of a dim; of leading dims their product."""

@@ -6,10 +6,11 @@ are compile-time constants, and the config, which :mod:`cute_ops.autotune.dispat
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from cute_ops.declaration.binding import Binding
+from cute_ops.declaration.binding import Binding, own_lead
 from cute_ops.declaration.config import Config, Problem
 from cute_ops.declaration.messages import message
 from cute_ops.declaration.shapes import Array
@@ -90,8 +91,15 @@ def signature(binding: Binding, memory: Mapping[str, Memory], target: Target, fi
         attrs={name: binding.attrs[name] for name in op.attrs if not (op.fallback and name == "fused")},
         arch=target.arch, sm_count=target.sm_count,
         contiguous={n: t.may_be_contiguous[t.axes.index(present[n].contiguous)] for n, t in choices.items()},
+        shared=tuple(name for name in present if declared[name].broadcast and _rows(binding, name) != binding.rows),
     )  # fmt: skip
     return Signature(binding, static, tensors, problem, op.space is not None and None not in static.values())
+
+
+def _rows(binding: Binding, name: str) -> Any:
+    """The rows of an input that broadcasts."""
+    tensor, array = binding.op.inputs[name], binding.inputs[name]
+    return math.prod(own_lead(tensor, array)) if array is not None else binding.rows
 
 
 def _refuse_old(binding: Binding, target: Target) -> None:

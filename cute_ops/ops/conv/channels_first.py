@@ -96,9 +96,9 @@ def _arrange(xp: Any, arrays: Mapping[str, Any]) -> None:
 
 
 def _forward(problem: Problem) -> FirstConfig:
-    """Two vectors of a thread, or four where rows may start anywhere and vectors are short."""
+    """Four vectors of a thread; of 128 threads where rows may start anywhere and vectors are short."""
     whole = all(problem.aligns[name] >= VECTOR_BYTES for name in ("x", "out"))
-    return FirstConfig(128, 2 if whole else 4)
+    return FirstConfig(64 if whole else 128, 4)
 
 
 def _backward(problem: Problem) -> FirstConfig:

@@ -63,9 +63,8 @@ group_norm_rows = fused(
 )  # fmt: skip
 
 
-def _rows_bwd(
-    xp: Any, x: Any, dy: Any, mean: Any, rstd: Any, weight: Any = None, bias: Any = None, *, silu: bool
-) -> tuple[Any, Any, Any]:  # fmt: skip
+def _rows_bwd(xp: Any, x: Any, dy: Any, mean: Any, rstd: Any, *given: Any, silu: bool) -> tuple[Any, Any, Any]:
+    weight, bias = given
     wide, slope, mean, rstd, w, b = widen(xp, x, dy, mean, rstd, weight, bias)
     mean, rstd = (a[..., None, None] for a in (mean, rstd))
     normed = (wide - mean) * rstd
