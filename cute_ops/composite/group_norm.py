@@ -1,7 +1,7 @@
 """Group norm and its gradient: composites for channels before positions, and after them.
 
-With channels first a group is one row, which is read once. Where that is too long for a CTA's shared memory, its
-channels are rows. These, and channels last, have their sums first, and the norm is a second pass over x.
+A group is read once, with channels last some neighbouring groups, if a cluster's shared memory holds what is read of
+them. If it does not, sums come first, and the norm, or its gradient, is a second pass over x.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from cute_ops.declaration.binding import Binding
 from cute_ops.declaration.case import Case
 from cute_ops.declaration.op import Op
 from cute_ops.declaration.program import Program
-from cute_ops.declaration.shapes import FLOATS
+from cute_ops.declaration.shapes import FLOATS, ITEMSIZE
 from cute_ops.declaration.tensor import Tensor
 from cute_ops.ops.norm import group_norm as steps
+from cute_ops.ops.norm.group_config import on_chip
 
 Arrays = Mapping[str, Any]
 Call = Callable[..., Arrays]
@@ -157,30 +158,49 @@ def _long_dx(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
 # --- channels last ---------------------------------------------------------------------------------------------------
 
 
+def _fits(x: Any, groups: Any, inputs: int) -> bool:
+    """Whether the groups of some channels, of so many arrays like x, are read once; not of sizes that are symbols."""
+    sizes = (*x.shape[-2:], groups)
+    if not all(isinstance(each, int) for each in sizes) or groups < 1:
+        return False
+    itemsize = ITEMSIZE[str(x.dtype).rpartition(".")[2]]
+    return on_chip(x.shape[-2:], groups, itemsize, inputs)
+
+
+def _spread(xp: Any, x: Any, groups: int, numbers: Arrays) -> dict[str, Any]:
+    """Numbers of groups by channel."""
+    shape = (*x.shape[:-2], groups, x.shape[-1] // groups)
+    return {name: _by_channel(xp.broadcast_to(numbers[name][..., None], shape)) for name in ("mean", "rstd")}
+
+
 def _last(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
     x = inputs["x"]
+    given = {name: inputs[name] for name in ("x", "weight", "bias")}
+    if _fits(x, attrs["groups"], 1):
+        options = {name: attrs[name] for name in ("groups", "eps")}
+        return call(steps.group_norm_examples, given, {**options, **_silu(attrs)})
     # Deviations from one of a channel's numbers: a mean that is large beside them costs no accuracy.
     pivot = x[..., 0, :]
     sums = call(steps.group_norm_moments, {"x": x, "pivot": pivot}, {})
     found = _statistics(call, attrs, {**sums, "pivot": pivot}, xp.number(x.shape[-2], x))
     weight, bias = _parameters(xp, inputs, -1)
-    numbers = {"mean": found["mean"], "rstd": found["rstd"]}
-    operands = {"x": x, **numbers, "weight": weight, "bias": bias}
-    return {"out": call(steps.group_norm_of_examples, operands, _silu(attrs))["out"], **numbers}
+    operands = {"x": x, "mean": found["mean"], "rstd": found["rstd"], "weight": weight, "bias": bias}
+    out = call(steps.group_norm_of_examples, operands, _silu(attrs))["out"]
+    return {"out": out, "mean": found["group_mean"], "rstd": found["group_rstd"]}
 
 
-def _last_slopes(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
+def _last_bwd(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
+    x, groups = inputs["x"], attrs["groups"]
+    if _fits(x, groups, 2):
+        operands = {name: inputs[name] for name in ("x", "mean", "rstd", "weight", "bias")}
+        given = {**operands, "dy": inputs["dout"]}
+        return call(steps.group_norm_examples_bwd, given, _silu(attrs))
     weight, bias = _parameters(xp, inputs, -1)
-    operands = {"x": inputs["x"], "dy": inputs["dout"], "mean": inputs["mean"], "rstd": inputs["rstd"]}
-    found = call(steps.group_norm_slopes, {**operands, "weight": weight, "bias": bias}, _silu(attrs))
-    return {**found, **_pulls(call, attrs, found, xp.number(inputs["x"].shape[-2], inputs["x"]), weight)}
-
-
-def _last_dx(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
-    weight, bias = _parameters(xp, inputs, -1)
-    shared = {name: inputs[name] for name in ("mean", "rstd", "pull", "push")}
-    operands = {"x": inputs["x"], "dy": inputs["dout"], **shared, "weight": weight, "bias": bias}
-    return {"dx": call(steps.group_norm_of_examples_dx, operands, _silu(attrs))["out"]}
+    operands = {"x": x, "dy": inputs["dout"], **_spread(xp, x, groups, inputs), "weight": weight, "bias": bias}
+    slopes = call(steps.group_norm_slopes, operands, _silu(attrs))
+    pulls = _pulls(call, attrs, slopes, xp.number(x.shape[-2], x), weight)
+    dx = call(steps.group_norm_of_examples_dx, {**operands, **pulls}, _silu(attrs))["out"]
+    return {"dx": dx, **_dweight(xp, call, {**inputs, **slopes}, attrs)}
 
 
 # --- declarations ----------------------------------------------------------------------------------------------------
@@ -244,7 +264,7 @@ def _steps_of_sums(
 
 _FIRST, _LAST = Tensor("*m c s", "T"), Tensor("*m s c", "T")
 _OF_FIRST = {"x": _FIRST, **_numbers("*m g", False), "dout": _FIRST, **_PARAMETERS}
-_OF_LAST = {"x": _LAST, **_numbers("*m c", False), "dout": _LAST, **_PARAMETERS}
+_OF_LAST = {"x": _LAST, **_numbers("*m g", False), "dout": _LAST, **_PARAMETERS}
 group_norm_first = _norm(
     "group_norm_first", "*m c s", "*m g", _first,
     (_step("group_norm_first_bwd", _first_bwd, _OF_FIRST, {"dx": _FIRST, **_GRADIENTS}, steps.group_norm_rows_bwd),),
@@ -257,8 +277,13 @@ group_norm_long = _norm(
     (steps.group_norm_row_moments, steps.group_norm_statistics, steps.group_norm_of_rows), **_G,
 )  # fmt: skip
 group_norm_last = _norm(
-    "group_norm_last", "*m s c", "*m c", _last,
-    _steps_of_sums("group_norm_last", _last_slopes, _last_dx, _OF_LAST, steps.group_norm_slopes,
-                   steps.group_norm_of_examples_dx),
-    (steps.group_norm_moments, steps.group_norm_statistics, steps.group_norm_of_examples),
+    "group_norm_last", "*m s c", "*m g", _last,
+    (
+        _step(
+            "group_norm_last_bwd", _last_bwd, _OF_LAST, {"dx": _LAST, **_GRADIENTS}, steps.group_norm_examples_bwd,
+            steps.group_norm_slopes, steps.group_norm_pulls, steps.group_norm_of_examples_dx,
+        ),
+    ),
+    (steps.group_norm_examples, steps.group_norm_moments, steps.group_norm_statistics, steps.group_norm_of_examples),
+    **_G,
 )  # fmt: skip

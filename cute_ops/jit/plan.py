@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from cute_ops.declaration.binding import Binding, own_lead
 from cute_ops.declaration.config import Config, Problem
@@ -91,15 +91,15 @@ def signature(binding: Binding, memory: Mapping[str, Memory], target: Target, fi
         attrs={name: binding.attrs[name] for name in op.attrs if not (op.fallback and name == "fused")},
         arch=target.arch, sm_count=target.sm_count,
         contiguous={n: t.may_be_contiguous[t.axes.index(present[n].contiguous)] for n, t in choices.items()},
-        shared=tuple(name for name in present if declared[name].broadcast and _rows(binding, name) != binding.rows),
+        shared=_shared(binding),
     )  # fmt: skip
     return Signature(binding, static, tensors, problem, op.space is not None and None not in static.values())
 
 
-def _rows(binding: Binding, name: str) -> Any:
-    """The rows of an input that broadcasts."""
-    tensor, array = binding.op.inputs[name], binding.inputs[name]
-    return math.prod(own_lead(tensor, array)) if array is not None else binding.rows
+def _shared(binding: Binding) -> tuple[str, ...]:
+    """Inputs that broadcast, if they have fewer rows than the op."""
+    given = [(name, tensor, binding.inputs[name]) for name, tensor in binding.op.inputs.items() if tensor.broadcast]
+    return tuple(name for name, tensor, a in given if a and math.prod(own_lead(tensor, a)) != binding.rows)
 
 
 def _refuse_old(binding: Binding, target: Target) -> None:

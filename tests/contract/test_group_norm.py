@@ -111,4 +111,4 @@ def test_gradients_share_their_sums(op: Op) -> None:
     """One step computes the sums over x and dout, and whichever gradients are wanted read them."""
     sums = steps.group_norm_row_slopes, steps.group_norm_slopes
     having = [step for step in op.steps if step.program and any(each in step.program.ops for each in sums)]
-    assert [step.name for step in having] == [f"{op.name}_slopes"]
+    assert len(having) == 1

@@ -14,6 +14,7 @@ from cute_ops.declaration.binding import bind
 from cute_ops.jit.compile_pool import worker
 from cute_ops.jit.plan import plan
 from cute_ops.jit.target import parse
+from cute_ops.ops.norm import group_config
 from cute_ops.ops.norm.group_norm import PARTS, group_norm_moments, group_norm_of_examples
 from cute_ops.testing import kernel_calls
 from cute_ops.testing.kernel_calls import LAYOUTS
@@ -31,17 +32,50 @@ def test_kernels_of_any_groups(op: Op) -> None:
     fixed = [(3, 4, 10, 64), (2, 1, 5, 12000), (3, 2, 3, 343)]
     drawn = [tuple(int(rng.integers(1, most)) for most in (9, 5, 17, 200)) for _ in range(3)]
     for rows, groups, channels, positions in fixed + drawn:
-        if any("d" in tensor.shape.split() for tensor in op.inputs.values()):
+        attrs = {"silu": bool(rng.integers(2)), "groups": groups}
+        if "n" in shape.split() and "d" in shape.split():
+            sizes = {"n": positions, "h": groups, "d": channels}
+        elif any("d" in tensor.shape.split() for tensor in op.inputs.values()):
             sizes = {"n": channels * positions, "h": groups, "d": channels}
         elif "h" in shape.split():
             sizes = {"n": channels, "h": groups}
         elif "*b" in shape:
-            sizes = {"n": groups * channels, "m": min(positions, 300)}
+            sizes = {"n": groups * channels, "m": min(positions, 300), "g": groups}
         else:
             sizes = {"n": positions}
         dtype, layout = str(rng.choice(["bfloat16", "float32", "float16"])), str(rng.choice(LAYOUTS))
         n = sizes.pop("n")
-        kernel_calls.check(kernel_calls.made(op, rows, n, dtype, layout, rng, **sizes))
+        call = kernel_calls.made(op, rows, n, dtype, layout, rng, **sizes)
+        given = {**call.attrs, **{name: value for name, value in attrs.items() if name in op.attrs}}
+        kernel_calls.check(call._replace(attrs=given))
+
+
+@pytest.mark.parametrize("silu", [False, True])
+def test_clusters_read_groups_once(silu: bool) -> None:
+    """Groups in the shared memory of clusters; threads wait for each other where they have to."""
+    rng = np.random.default_rng(0)
+    for name, sizes, n in (
+        ("group_norm_rows_bwd", {"h": 2, "d": 10}, 5128), ("group_norm_rows_bwd", {"h": 1, "d": 3}, 36000),
+        ("group_norm_examples", {"m": 1100, "g": 8}, 80), ("group_norm_examples_bwd", {"m": 640, "g": 4}, 48),
+    ):  # fmt: skip
+        op = next(op for op in PARTS if op.name == name)
+        call = kernel_calls.made(op, 2, n, "bfloat16", "compact", rng, **sizes)
+        attrs = {**op.attrs, "silu": silu, **({"groups": sizes["g"]} if "groups" in op.attrs else {})}
+        call = call._replace(attrs=attrs)
+        config = call.planned()[1].variant.config
+        assert config["form"] == "smem" and (config["cluster"] > 1 or name == "group_norm_examples_bwd")
+        kernel_calls.check(call, watched=n < 100)
+
+
+def test_groups_are_read_twice_where_no_chip_holds_them() -> None:
+    for positions, channels, groups, expected in ((4096, 320, 32, 16), (1024, 1280, 32, 4), (64, 1280, 32, 1)):
+        assert group_config.on_chip((positions, channels), groups, 2, 2)
+        given = {"b": (2,), "m": positions, "n": channels, "g": groups}
+        op = next(op for op in PARTS if op.name == "group_norm_examples_bwd")
+        arrays = {name: kernel_calls.Array(t.of(given), "bfloat16" if t.dtype == "T" else "float32")
+                  for name, t in op.inputs.items()}  # fmt: skip
+        assert plan(bind(op, arrays), {}, parse("sm_90a")).variant.config.get("cluster", 1) == expected
+    assert not group_config.on_chip((512 * 512, 128), 32, 2, 2)
 
 
 def test_an_example_does_not_depend_on_the_others() -> None:

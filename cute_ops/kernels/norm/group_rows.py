@@ -149,7 +149,7 @@ class GroupRowsBackward:
             for m, name in ((tensors.mean, "mean"), (tensors.rstd, "rstd"))
         )
         first = begin // self.s
-        self._parameters((tensors.weight, tensors.bias), parameters, head * self.d, first)
+        self._parameters(tensors, parameters, head, first)
         self.numbers.ready(shared)
         cute.arch.cp_async_wait_group(0)
         cute.arch.barrier()
@@ -189,14 +189,13 @@ class GroupRowsBackward:
         cute.arch.cp_async_commit_group()
 
     @cute.jit
-    def _parameters(self, given: cutlass.Constexpr, kept: cutlass.Constexpr, start: Int32, first: Int32):
+    def _parameters(self, tensors: cutlass.Constexpr, kept: cutlass.Constexpr, head: Int32, first: Int32):
         """The weights and biases of a span's channels, to shared memory in fp32."""
-        for mW, sW in zip(given, kept):
+        for name, mW, sW in zip(("weight", "bias"), (tensors.weight, tensors.bias), kept):
             if const_expr(mW is not None):
+                gW = gmem_elements(mW.element_type, row_address(mW, self.keys[name], Int64(head), self.d), self.d)
                 for i in cutlass.range(cute.arch.thread_idx()[0], self.most, self.threads, unroll=1):
-                    channel = start + cutlass.min(first + i, self.d - 1)
-                    address = mW.iterator.toint() + Int64(channel) * (mW.element_type.width // 8)
-                    sW[i] = gmem_elements(mW.element_type, address, 1)[0].to(Float32)
+                    sW[i] = gW[cutlass.min(first + i, self.d - 1)].to(Float32)
 
     def _channels(self, walk):
         """(a thread's place in its team, the first channel of the span, how many the span has, rounds of all teams)"""

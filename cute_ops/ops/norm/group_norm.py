@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cute_ops.declaration.array_api import sigmoid, widen
+from cute_ops.declaration.binding import Binding
 from cute_ops.declaration.case import Case
 from cute_ops.declaration.config import Tuning
 from cute_ops.declaration.op import Op
@@ -235,8 +236,74 @@ group_norm_of_examples_dx = fused(
     operands={"x": "*m n", "dy": "*m n", **_SHARED, "pull": "*b n", "push": "*b n", **_VECTORS},
     doc="Gradient of :func:`group_norm_of_examples` to x, which mean and rstd follow from.",
 )  # fmt: skip
+
+
+def _examples(xp: Any, x: Any, *given: Any, groups: int, eps: float, silu: bool) -> tuple[Any, Any, Any]:
+    wide, w, b = widen(xp, x, *given)
+    shape = (*x.shape[:-1], groups, x.shape[-1] // groups)
+    apart = wide.reshape(shape)
+    mean = xp.mean(apart, axis=(-3, -1), keepdims=True)
+    centred = apart - mean
+    rstd = 1 / xp.sqrt(xp.mean(centred * centred, axis=(-3, -1), keepdims=True) + eps)
+    y = (centred * rstd).reshape(x.shape)
+    y = y if w is None else y * w
+    y = y if b is None else y + b
+    y = y * sigmoid(xp, y) if silu else y
+    return xp.astype(y, x.dtype), *(xp.astype(a[..., 0, :, 0], xp.float32) for a in (mean, rstd))
+
+
+def _examples_bwd(xp: Any, x: Any, dy: Any, mean: Any, rstd: Any, *given: Any, silu: bool) -> tuple[Any, Any, Any]:
+    """By the gradient of groups as rows."""
+    groups = mean.shape[-1]
+
+    def grouped(a: Any) -> Any:
+        return xp.moveaxis(a.reshape((*a.shape[:-1], groups, a.shape[-1] // groups)), -3, -1)
+
+    parameters = (None if a is None else a.reshape((groups, a.shape[-1] // groups)) for a in given)
+    dx, *gradients = _rows_bwd(xp, grouped(x), grouped(dy), mean, rstd, *parameters, silu=silu)
+    return xp.moveaxis(dx, -1, -3).reshape(x.shape), *(None if a is None else a.reshape((-1,)) for a in gradients)
+
+
+def _check_groups(binding: Binding) -> str | None:
+    groups, channels = binding.attrs.get("groups") or binding.dims["g"], binding.dims["n"]
+    return f"{groups} groups do not divide n={channels}." if groups < 1 or channels % groups else None
+
+
+_TILE, _OF_EACH = Tensor("*b m n", "T"), Tensor("*b g", "float32")
+_OF_CHANNELS = {"weight": Tensor("n", "W", optional=True), "bias": Tensor("n", "B", optional=True)}
+_OF_EXAMPLES: dict[str, Any] = {
+    "dtypes": {"T": FLOATS, "W": FLOATS, "B": FLOATS}, "check": _check_groups,
+}  # fmt: skip
+group_norm_examples = Op(
+    "group_norm_examples", inputs={"x": _TILE, **_OF_CHANNELS},
+    outputs={"out": _TILE, "mean": _OF_EACH, "rstd": _OF_EACH},
+    attrs={"groups": 1, "eps": 1e-5, **SILU}, static=("m", "n"),
+    derived={"g": lambda dims, attrs: attrs["groups"]}, reference=_examples,
+    kernel="cute_ops.kernels.norm.group_examples:GroupExamplesForward", tuning=Tuning(group_config.examples),
+    inference_only="group_norm has one",
+    cases=(
+        Case("odd-small", {"b": (3,), "m": 7, "n": 15}, {"W": "float32"}, attrs={"groups": 3}),
+        Case("unet", {"b": (2,), "m": 1024, "n": 320}, attrs={"groups": 32}),
+    ),
+    doc="The group norm of examples whose channels come after positions; mean and rstd of each group.",
+    **_OF_EXAMPLES,
+)  # fmt: skip
+group_norm_examples_bwd = Op(
+    "group_norm_examples_bwd",
+    inputs={"x": _TILE, "dy": _TILE, "mean": _OF_EACH, "rstd": _OF_EACH, **_OF_CHANNELS},
+    outputs={"dx": _TILE, "dweight": Tensor("n", "W", given="weight"), "dbias": Tensor("n", "B", given="bias")},
+    attrs=SILU, static=("m", "n", "g"), reference=_examples_bwd,
+    kernel="cute_ops.kernels.norm.group_examples:GroupExamplesBackward",
+    tuning=Tuning(group_config.examples, workspace=group_config.examples_workspace),
+    inference_only="group_norm has one",
+    cases=(
+        Case("odd-small", {"b": (3,), "m": 7, "n": 15, "g": 3}, {"W": "float32"}),
+        Case("unet", {"b": (2,), "m": 1024, "n": 320, "g": 32}),
+    ),
+    doc="Gradients of :func:`group_norm_examples`, of mean and rstd.", **_OF_EXAMPLES,
+)  # fmt: skip
 PARTS = (
     group_norm_rows, group_norm_rows_bwd, group_norm_statistics, group_norm_pulls, group_norm_row_moments,
     group_norm_row_slopes, group_norm_of_rows, group_norm_of_rows_dx, group_norm_moments, group_norm_slopes,
-    group_norm_of_examples, group_norm_of_examples_dx,
+    group_norm_of_examples, group_norm_of_examples_dx, group_norm_examples, group_norm_examples_bwd,
 )  # fmt: skip

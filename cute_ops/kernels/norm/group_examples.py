@@ -1,0 +1,418 @@
+"""Group norm and its gradients, channels after positions: a cluster takes some groups of an example."""
+
+import operator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import LoadCacheMode, cpasync
+
+from cute_ops.declaration.shapes import ITEMSIZE
+from cute_ops.hardware import VECTOR_BYTES, WARP
+from cute_ops.kernels.lib.activation import silu
+from cute_ops.kernels.lib.arguments import named
+from cute_ops.kernels.lib.column_reduce import ColumnSum
+from cute_ops.kernels.lib.copy import copy_vector, fragment, gmem_elements, gmem_pointer, load, narrow, store, widen
+from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
+from cute_ops.kernels.lib.row_layout import SMEM_PERCENT, row_address, row_count
+from cute_ops.kernels.norm.group_config import GroupConfig
+from cute_ops.kernels.norm.group_sums import ClusterNumbers, slope_of
+
+
+class Tensors(NamedTuple):
+    """The op's tensors, and its workspaces, None where absent."""
+
+    x: Any
+    dy: Any
+    mean: Any
+    rstd: Any
+    weight: Any
+    bias: Any
+    out: Any
+    dx: Any
+    dweight: Any
+    dbias: Any
+    dweight_partials: Any
+    dbias_partials: Any
+
+
+# The compiler takes frozen dataclasses for values that loops do not change.
+@dataclass(frozen=True)
+class Place:
+    """Where a thread works: an example, the channel that its vector begins with, the vector's number among those of the
+    cluster, and its positions: ``count``, from ``first`` on.
+    """
+
+    example: Any
+    channel: Any
+    vector: Any
+    first: Any
+    count: Any
+
+
+class GroupExamples:
+    """What the forward and its gradients share.
+
+    Tile: a cluster takes ``width`` channels, some groups, of an example, and each of its CTAs some of the positions. A
+    thread has a vector of channels, the same at every ``depth``-th position, so that it adds its channels up in
+    registers; sums over threads, channels and CTAs follow in a fixed order. In the form ``smem`` each thread copies its
+    vectors to shared memory once; with ``passes`` it reads them again.
+    Shared memory: the vectors; 4 bytes for each thread and element of a vector, 8 for a channel and its helpers.
+    """
+
+    inputs = ("x",)
+    target = "out"
+    values, stages = 1, 2
+
+    def __init__(self, variant):
+        self.variant, self.config, self.keys = variant, GroupConfig.of(variant.config), variant.tensors
+        self.s, self.c = variant.dims["m"], variant.dims["n"]
+        self.groups, self.silu = variant.attrs.get("groups") or variant.dims["g"], variant.attrs["silu"]
+        self.d, self.width, self.cluster = self.c // self.groups, self.config.width, self.config.cluster
+        itemsize = ITEMSIZE[self.keys["x"].dtype]
+        present = [self.keys[name] for name in (*self.inputs, self.target) if self.keys.get(name)]
+        aligned = min(min(key.align, key.row_align, VECTOR_BYTES) for key in present) // itemsize
+        self.vec = next(v for v in (8, 4, 2, 1) if v <= aligned and self.width % v == 0 and self.c % v == 0)
+        self.across = self.width // self.vec
+        self.threads = self.config.threads
+        self.depth = self.threads // self.across
+        self.span = -(-self.s // self.cluster)
+        self.per_thread = -(-self.span // self.depth)
+        # Threads that add up a channel, each over a part of the threads that have it.
+        self.helpers = max(min(self.threads // self.width, self.depth), 1)
+        self.blocks, self.of_block = -(-self.c // self.width), self.width // self.d
+        self.numbers = ClusterNumbers(self.values * self.of_block, self.cluster, self.stages)
+        self.pdl = can_use_pdl(variant.arch)
+
+    def launched(self, tensors, stream):
+        """The arguments of a launch."""
+        held = self.config.form == "smem"
+        return {
+            "grid": [Int32(row_count(tensors.x, 2)) * self.blocks, self.cluster, 1], "block": [self.threads, 1, 1],
+            "cluster": [1, self.cluster, 1] if self.cluster > 1 else None, "min_blocks_per_mp": self.config.resident,
+            "preferred_smem_carveout": 100 if held else SMEM_PERCENT, "stream": stream, "use_pdl": self.pdl,
+        }  # fmt: skip
+
+    def place(self):
+        """This thread's place, and the first channel of the cluster's."""
+        block, rank, _ = cute.arch.block_idx()
+        tidx = cute.arch.thread_idx()[0]
+        example, start = block // self.blocks, block % self.blocks * self.width
+        vector, top = tidx % self.across, tidx // self.across
+        begin = Int32(rank if self.cluster > 1 else 0) * self.span
+        end = cutlass.min(begin + self.span, Int32(self.s))
+        here = (top < self.depth) & (start + vector * self.vec < self.c)
+        count = cutlass.select_(here, cutlass.max((end - begin - top + (self.depth - 1)) // self.depth, 0), Int32(0))
+        channel = cutlass.min(start + vector * self.vec, self.c - self.vec)
+        return Place(example, channel, vector, begin + top, Int32(count)), start
+
+    def slots(self, smem, tensors):
+        """Shared memory of each input: (elements of a vector, threads, vectors of a thread); None in two passes."""
+        if self.config.form != "smem":
+            return [None for _ in self.inputs]
+        layout = cute.make_layout(
+            (self.vec, self.threads, self.per_thread), stride=(1, self.vec, self.vec * self.threads)
+        )
+        inputs = [getattr(tensors, name) for name in self.inputs]
+        return [smem.allocate_tensor(mX.element_type, layout, byte_alignment=VECTOR_BYTES) for mX in inputs]
+
+    def address(self, mX, name, place, k):
+        """Where a thread's k-th vector is."""
+        row = Int64(place.example) * self.s + Int64(place.first + k * self.depth)
+        return row_address(mX, self.keys[name], row, self.c) + Int64(place.channel) * (mX.element_type.width // 8)
+
+    @cute.jit
+    def fetch(self, tensors: cutlass.Constexpr, slots: cutlass.Constexpr, place: cutlass.Constexpr):
+        """Start copying this thread's vectors."""
+        tidx = cute.arch.thread_idx()[0]
+        for sX, name in zip(slots, self.inputs):
+            if const_expr(sX is not None):
+                mX = getattr(tensors, name)
+                dtype = mX.element_type
+                atom = cute.make_copy_atom(cpasync.CopyG2SOp(LoadCacheMode.GLOBAL), dtype, num_bits_per_copy=128)
+                for k in cutlass.range(place.count, unroll=4):
+                    source = gmem_pointer(dtype, self.address(mX, name, place, k), self.vec)
+                    copy_vector(atom, dtype, self.vec, source, sX[None, tidx, k].iterator)
+        cute.arch.cp_async_commit_group()
+
+    def read(self, tensors, slots, place, k):
+        """A thread's k-th vector of each input, in fp32."""
+        found = []
+        for sX, name in zip(slots, self.inputs):
+            mX = getattr(tensors, name)
+            rX = fragment(mX.element_type, self.vec)
+            if sX is None:
+                load(rX, self.address(mX, name, place, k))
+            else:
+                cute.autovec_copy(sX[None, cute.arch.thread_idx()[0], k], rX)
+            found.append(widen(rX))
+        return found
+
+    def columns(self, mW, place):
+        """The elements of a parameter at this thread's channels, in fp32; None where it is absent."""
+        if mW is None:
+            return None
+        gW = gmem_elements(mW.element_type, mW.iterator.toint(), self.c)
+        return [gW[place.channel + j].to(Float32) for j in range(self.vec)]
+
+    def row_numbers(self, m, name, place):
+        """The numbers of an example's groups."""
+        address = row_address(m, self.keys[name], Int64(place.example), self.groups)
+        return gmem_elements(Float32, address, self.groups)
+
+    def allocate(self, smem):
+        """Shared memory of sums: those of threads, those of helpers, and the numbers of the cluster."""
+        sThreads = smem.allocate_tensor(
+            Float32, cute.make_layout((self.width, self.depth), stride=(1, self.width)), byte_alignment=16
+        )
+        layout = cute.make_layout((self.width, self.helpers, 2), stride=(1, self.width, self.width * self.helpers))
+        return sThreads, smem.allocate_tensor(Float32, layout, byte_alignment=16), self.numbers.allocate(smem)
+
+    @cute.jit
+    def add_up(self, rSum, sums: cutlass.Constexpr, place: cutlass.Constexpr, which: cutlass.Constexpr):
+        """Add up a number of each of the threads' channels; afterwards helpers have the sums."""
+        sThreads, sHelpers, _ = sums
+        tidx = cute.arch.thread_idx()[0]
+        cute.arch.barrier()  # nobody reads the sums before
+        if tidx < self.across * self.depth:
+            for j in cutlass.range_constexpr(self.vec):
+                sThreads[place.vector * self.vec + j, tidx // self.across] = rSum[j]
+        cute.arch.barrier()
+        for i in cutlass.range(tidx, self.width * self.helpers, self.threads, unroll=1):
+            column, helper = i % self.width, i // self.width
+            total = Float32(0.0)
+            for top in cutlass.range(helper, self.depth, self.helpers, unroll=4):
+                total = total + sThreads[column, top]
+            sHelpers[column, helper, which] = total
+
+    def of_channel(self, sums, column, which):
+        """The sum of a channel over this CTA."""
+        total = Float32(0.0)
+        for helper in range(self.helpers):
+            total = total + sums[1][column, helper, which]
+        return total
+
+    @cute.jit
+    def tell(
+        self, sums: cutlass.Constexpr, which: cutlass.Constexpr, stage: cutlass.Constexpr, start: Int32,
+        mWeight: cutlass.Constexpr = None,
+    ):  # fmt: skip
+        """Tell the cluster the sums of this CTA's groups, of channels times their weights."""
+        tidx = cute.arch.thread_idx()[0]
+        lane = tidx % WARP
+        for group in cutlass.range(tidx // WARP, self.of_block, self.threads // WARP, unroll=1):
+            total = Float32(0.0)
+            for j in cutlass.range(lane, self.d, WARP, unroll=1):
+                column = group * self.d + j
+                found = self.of_channel(sums, column, which)
+                if const_expr(mWeight is not None):
+                    channel = cutlass.min(start + column, self.c - 1)
+                    gW = gmem_elements(mWeight.element_type, mWeight.iterator.toint(), self.c)
+                    found = found * gW[channel].to(Float32)
+                total = total + found
+            total = cute.arch.warp_reduction(total, operator.add)
+            number = group + which * self.of_block if const_expr(self.values > 1) else group
+            self.numbers.send(sums[2], number, total, stage)
+
+    def means(self, sums, place, stage, which=0):
+        """The means of a number over the groups of this thread's channels."""
+        count, found = 1.0 / (self.d * self.s), {}
+        for j in range(self.vec):
+            if j == 0 or self.d % self.vec:
+                group = (place.vector * self.vec + j) // self.d + which * self.of_block
+                found[j] = self.numbers.total(sums[2], group, stage) * count
+            else:
+                found[j] = found[0]
+        return [found[j] for j in range(self.vec)]
+
+
+class GroupExamplesForward(GroupExamples):
+    """``out = activation((x - mean) * rstd * weight + bias)``, and mean and rstd of each group.
+
+    Mean and variance are exchanged one after another, so that a mean that is large beside the deviations costs no
+    accuracy. Bytes moved per element: x and out once each.
+    """
+
+    @cute.jit
+    def __call__(self, *arguments):
+        tensors = named(Tensors, self.variant, arguments)
+        self.kernel(tensors).launch(**self.launched(tensors, arguments[-1]))
+
+    @cute.kernel
+    def kernel(self, tensors):
+        smem = cutlass.utils.SmemAllocator()
+        slots, sums = self.slots(smem, tensors), self.allocate(smem)
+        self.numbers.prepare(sums[2])
+        place, start = self.place()
+        wait_for_previous(self.pdl)
+        self.fetch(tensors, slots, place)
+        weight, bias = (self.columns(mW, place) for mW in (tensors.weight, tensors.bias))
+        self.numbers.ready(sums[2])
+        cute.arch.cp_async_wait_group(0)
+        zeros = [Float32(0.0)] * self.vec
+        mean = self._mean(tensors, slots, sums, (place, start), zeros, 0)
+        variance = self._mean(tensors, slots, sums, (place, start), mean, 1)
+        let_next_start(self.pdl)
+        rstd = [cute.math.rsqrt(v + self.variant.attrs["eps"], fastmath=True) for v in variance]
+        self._write(tensors, slots, place, (mean, rstd, weight, bias))
+        self._write_numbers(tensors, place, (mean, rstd))
+
+    def _mean(self, tensors, slots, sums, where, mean, stage):
+        """The means of x, or with a mean of the squares of what it differs by."""
+        place, start = where
+        rSum = fragment(Float32, self.vec, 0.0)
+        self._sum(tensors, slots, place, rSum, mean, stage)
+        self.add_up(rSum, sums, place, 0)
+        cute.arch.barrier()
+        self.tell(sums, 0, stage, start)
+        self.numbers.wait(sums[2], stage)
+        return self.means(sums, place, stage)
+
+    @cute.jit
+    def _sum(
+        self, tensors: cutlass.Constexpr, slots: cutlass.Constexpr, place: cutlass.Constexpr, rSum: cute.Tensor,
+        mean: cutlass.Constexpr, squares: cutlass.Constexpr,
+    ):  # fmt: skip
+        for k in cutlass.range(place.count, unroll=2):
+            (x,) = self.read(tensors, slots, place, k)
+            for j in cutlass.range_constexpr(self.vec):
+                apart = x[j] - mean[j]
+                rSum[j] = rSum[j] + (apart * apart if const_expr(squares) else x[j])
+
+    @cute.jit
+    def _write(
+        self, tensors: cutlass.Constexpr, slots: cutlass.Constexpr, place: cutlass.Constexpr, numbers: cutlass.Constexpr
+    ):  # fmt: skip
+        mean, rstd, weight, bias = numbers
+        for k in cutlass.range(place.count, unroll=2):
+            (x,) = self.read(tensors, slots, place, k)
+            rOut = fragment(Float32, self.vec)
+            for j in cutlass.range_constexpr(self.vec):
+                y = (x[j] - mean[j]) * rstd[j]
+                y = y if const_expr(weight is None) else y * weight[j]
+                y = y if const_expr(bias is None) else y + bias[j]
+                rOut[j] = silu(y)[0] if const_expr(self.silu) else y
+            dtype = tensors.out.element_type
+            store(narrow(rOut.load(), dtype, self.vec), self.address(tensors.out, "out", place, k))
+
+    def _write_numbers(self, tensors, place, numbers):
+        """Mean and rstd of groups, by the threads that have their first channel at the first position."""
+        here = (place.first == 0) & (place.count > 0)
+        for j in range(self.vec):
+            group = (place.channel + j) // self.d
+            for name, values in zip(("mean", "rstd"), numbers):
+                g = self.row_numbers(getattr(tensors, name), name, place)
+                self._store_if(here & (place.channel + j == group * self.d), g, group, values[j])
+
+    @cute.jit
+    def _store_if(self, valid: Boolean, target: cute.Tensor, i: Int32, value: Float32):
+        if valid:
+            target[i] = value
+
+
+class GroupExamplesBackward(GroupExamples):
+    """Gradients as of :class:`~cute_ops.kernels.norm.group_rows.GroupRowsBackward`.
+
+    Each CTA's sums of channels are in a row of the workspaces, which a second launch adds up in a fixed order.
+    Bytes moved per element: x, dy and dx once each.
+    """
+
+    inputs = ("x", "dy")
+    target = "dx"
+    values, stages = 2, 1
+
+    def __init__(self, variant):
+        super().__init__(variant)
+        self.column_sum = ColumnSum(self.c, variant.arch)
+
+    @cute.jit
+    def __call__(self, *arguments):
+        tensors = named(Tensors, self.variant, arguments)
+        self.kernel(tensors).launch(**self.launched(tensors, arguments[-1]))
+        partials = (tensors.dweight_partials, tensors.dbias_partials)
+        if const_expr(any(each is not None for each in partials)):
+            self.column_sum(partials, (tensors.dweight, tensors.dbias), arguments[-1])
+
+    @cute.kernel
+    def kernel(self, tensors):
+        smem = cutlass.utils.SmemAllocator()
+        slots, sums = self.slots(smem, tensors), self.allocate(smem)
+        self.numbers.prepare(sums[2])
+        place, start = self.place()
+        wait_for_previous(self.pdl)
+        self.fetch(tensors, slots, place)
+        weight, bias = (self.columns(mW, place) for mW in (tensors.weight, tensors.bias))
+        mean, rstd = (self._numbers(getattr(tensors, name), name, place) for name in ("mean", "rstd"))
+        numbers = mean, rstd, weight, bias
+        self.numbers.ready(sums[2])
+        cute.arch.cp_async_wait_group(0)
+        found = [fragment(Float32, self.vec, 0.0) for _ in range(2)]
+        self._sum(tensors, slots, place, found, numbers)
+        for which in cutlass.range_constexpr(2):
+            self.add_up(found[which], sums, place, which)
+        cute.arch.barrier()
+        for which in cutlass.range_constexpr(2):
+            self.tell(sums, which, 0, start, tensors.weight)
+        self._store_partials(tensors, sums, start)
+        self.numbers.wait(sums[2], 0)
+        let_next_start(self.pdl)
+        if const_expr(tensors.dx is not None):
+            pulls = [self.means(sums, place, 0, which) for which in range(2)]
+            self._write(tensors, slots, place, numbers, pulls)
+
+    def _numbers(self, m, name, place):
+        """The numbers of the groups of this thread's channels."""
+        g = self.row_numbers(m, name, place)
+        if self.d % self.vec == 0:
+            return [g[place.channel // self.d]] * self.vec
+        return [g[(place.channel + j) // self.d] for j in range(self.vec)]
+
+    def _slope(self, numbers, x, dy, j):
+        """(x normalised, the gradient of what is scaled and shifted) of a vector's j-th element."""
+        mean, rstd, weight, bias = numbers
+        normed = (x[j] - mean[j]) * rstd[j]
+        w, b = (None if each is None else each[j] for each in (weight, bias))
+        return normed, slope_of(dy[j], normed, w, b, self.silu)
+
+    @cute.jit
+    def _sum(
+        self, tensors: cutlass.Constexpr, slots: cutlass.Constexpr, place: cutlass.Constexpr, found: cutlass.Constexpr,
+        numbers: cutlass.Constexpr,
+    ):  # fmt: skip
+        for k in cutlass.range(place.count, unroll=2):
+            x, dy = self.read(tensors, slots, place, k)
+            for j in cutlass.range_constexpr(self.vec):
+                normed, slope = self._slope(numbers, x, dy, j)
+                found[0][j] = found[0][j] + slope * normed
+                found[1][j] = found[1][j] + slope
+
+    @cute.jit
+    def _store_partials(self, tensors: cutlass.Constexpr, sums: cutlass.Constexpr, start: Int32):
+        """Store this CTA's sums of channels: a row of the workspaces for each example and CTA of a cluster."""
+        block, rank, _ = cute.arch.block_idx()
+        line = Int64(block // self.blocks) * self.cluster + (rank if const_expr(self.cluster > 1) else 0)
+        for column in cutlass.range(cute.arch.thread_idx()[0], self.width, self.threads, unroll=1):
+            if start + column < self.c:
+                for which, mPartials in enumerate((tensors.dweight_partials, tensors.dbias_partials)):
+                    if const_expr(mPartials is not None):
+                        place = line * self.c + Int64(start + column)
+                        target = gmem_elements(Float32, mPartials.iterator.toint() + place * 4, 1)
+                        target[0] = self.of_channel(sums, column, which)
+
+    @cute.jit
+    def _write(
+        self, tensors: cutlass.Constexpr, slots: cutlass.Constexpr, place: cutlass.Constexpr,
+        numbers: cutlass.Constexpr, pulls: cutlass.Constexpr,
+    ):  # fmt: skip
+        (pull, push), (_, rstd, weight, _) = pulls, numbers
+        for k in cutlass.range(place.count, unroll=2):
+            x, dy = self.read(tensors, slots, place, k)
+            rOut = fragment(Float32, self.vec)
+            for j in cutlass.range_constexpr(self.vec):
+                normed, slope = self._slope(numbers, x, dy, j)
+                slope = slope if const_expr(weight is None) else slope * weight[j]
+                rOut[j] = rstd[j] * (slope - push[j] - normed * pull[j])
+            dtype = tensors.dx.element_type
+            store(narrow(rOut.load(), dtype, self.vec), self.address(tensors.dx, "dx", place, k))
