@@ -4,10 +4,12 @@ All contenders take the same queries, keys and values, (batch, seqlen, heads, he
 process. A product of scores or of values is ``2 * batch * heads * seqlen^2 * headdim`` floating-point operations, half
 of them where causal; forward there are two, backward five, whatever a contender computes again. Inputs lie in L2 as far
 as they fit, as after the projection before them. `error` is the largest difference of the output from PyTorch's
-function in float32 in some rows.
+function in float32 in some rows. With `--jax` ours in JAX, cuDNN by `jax.nn`, and FlashAttention 3 and tokamax where
+they are installed take turns, too; their calls are timed until the last one of a sample is ready.
 
     python benchmarks/attention.py --out out/benchmarks
     python benchmarks/attention.py --out out/benchmarks --drawn 20 --seed 7    # shapes that nobody picked
+    python benchmarks/attention.py --jax --forms causal full    # after pip install tokamax flash-attn3-jax
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import argparse
 import math
 import random
 import secrets
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product, starmap
@@ -148,6 +151,74 @@ def contenders(form: str) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor
     return {"ours": ours, **(named if plain else {}), "FlexAttention": flex()}
 
 
+class InJax:
+    """A contender of JAX, which takes tensors without a copy: ``function`` of q, k and v."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        import jax
+
+        self.jax, self.function = jax, function
+        self.forward = jax.jit(function)
+
+    def arrays(self, *tensors: Tensor) -> list[Any]:
+        torch.cuda.synchronize()
+        return [self.jax.dlpack.from_dlpack(x.detach()) for x in tensors]
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.from_dlpack(self.forward(*self.arrays(q, k, v)).block_until_ready())
+
+    def run(self, given: list[Tensor], backward: bool) -> Callable[[], Any]:
+        """Computes the result, or the gradients of a call that was made once."""
+        arrays = self.arrays(*given)
+        if not backward:
+            return lambda: self.forward(*arrays)
+        out, derivative = self.jax.jit(lambda *x: self.jax.vjp(self.function, *x))(*arrays)
+        (dout,) = self.arrays(torch.randn_like(torch.from_dlpack(out)))
+        compiled = self.jax.jit(lambda derivative, dout: derivative(dout))
+        return lambda: compiled(derivative, dout)
+
+    def sample(self, call: Callable[[], Any]) -> float:
+        """Microseconds of some calls."""
+        self.jax.block_until_ready(call())
+        start = time.perf_counter()
+        self.jax.block_until_ready([call() for _ in range(CALLS)])
+        return (time.perf_counter() - start) * 1e6
+
+
+def in_jax(form: str) -> dict[str, InJax]:
+    """Contenders that have arguments for a form."""
+    import jax
+
+    options = FORMS[form]
+    if options.keys() & {"score_mod", "mask_mod"}:
+        return {}
+    causal, left, cap = options.get("causal", False), options.get("left"), options.get("softcap")
+
+    def ours(q: Any, k: Any, v: Any) -> Any:
+        import cute_ops_jax
+
+        return cute_ops_jax.attention(q, k, v, **options)[0]
+
+    def cudnn(q: Any, k: Any, v: Any) -> Any:
+        return jax.nn.dot_product_attention(
+            q, k, v, is_causal=causal, local_window_size=left and (left, 0), implementation="cudnn"
+        )
+
+    def third(q: Any, k: Any, v: Any) -> Any:
+        from flash_attn3_jax import flash_mha
+
+        return flash_mha(q, k, v, is_causal=causal, window_size=(-1 if left is None else left, -1))
+
+    def tokamax(q: Any, k: Any, v: Any) -> Any:
+        from tokamax import dot_product_attention
+
+        window = left and (left, 0)
+        return dot_product_attention(q, k, v, is_causal=causal, local_window_size=window, logits_soft_cap=cap)
+
+    uncapped = {"jax.nn cuDNN": cudnn, "FlashAttention 3 in JAX": third} if cap is None else {}
+    return {name: InJax(f) for name, f in {"ours in JAX": ours, **uncapped, "tokamax": tokamax}.items()}
+
+
 def error(form: str, given: list[Tensor], out: Tensor) -> float:
     """The largest difference in the last rows of the last head."""
     q, k, v = (x[-1, :, -1].float() for x in given)
@@ -200,21 +271,25 @@ class Case(NamedTuple):
         return PRODUCTS[self.direction] * 2 * b * h * pairs(self.shape, self.form) * d
 
 
-def measure(case: Case, names: list[str] | None, rounds: int) -> list[dict[str, Any]]:
+def measure(case: Case, names: list[str] | None, rounds: int, jax: bool = False) -> list[dict[str, Any]]:
     generator = torch.Generator("cuda").manual_seed(0)
     b, s, h, g, d = case.shape
     options = {"device": "cuda", "dtype": torch.bfloat16, "generator": generator}
     given = [torch.randn(b, s, heads, d, **options) for heads in (h, g, g)]  # type: ignore[call-overload]
     runs: dict[str, Callable[[], Any]] = {}
     rows: dict[str, dict[str, Any]] = {}
-    for name, run in contenders(case.form).items():
+    every: dict[str, Callable[..., Any]] = {**contenders(case.form), **(in_jax(case.form) if jax else {})}
+    for name, run in every.items():
         if names is not None and name not in names:
             continue
         row = rows[name] = {"contender": name, **case.shape._asdict(), "form": case.form, "direction": case.direction}
         try:
             row |= {"status": "ok", "error": error(case.form, given, run(*given))}
             backward = case.direction == "backward"
-            runs[name] = gradients(run, given) if backward else partial(run, *given)
+            if isinstance(run, InJax):
+                runs[name] = run.run(given, backward)
+            else:
+                runs[name] = gradients(run, given) if backward else partial(run, *given)
             runs[name]()
         except Exception as failure:  # a contender's failure is a result
             row["status"] = f"failed: {first_line(failure)}"
@@ -222,11 +297,15 @@ def measure(case: Case, names: list[str] | None, rounds: int) -> list[dict[str, 
     samples: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, call in runs.items():
-            samples[name].append(elapsed(lambda call=call: [call() for _ in range(CALLS)]) / CALLS)
+            if isinstance(contender := every[name], InJax):
+                torch.cuda.synchronize()
+                us = contender.sample(call)
+            else:
+                us = elapsed(lambda call=call: [call() for _ in range(CALLS)])
+            samples[name].append(us / CALLS)
     for name, found in samples.items():
-        us = spread(found)
-        rate = case.operations / us.median / 1e6
-        rows[name] |= {"us": us.median, "us_min": us.low, "us_max": us.high, "tflops": rate}
+        median, low, high = spread(found)
+        rows[name] |= {"us": median, "us_min": low, "us_max": high, "tflops": case.operations / median / 1e6}
     return [*rows.values()]
 
 
@@ -235,6 +314,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("out/benchmarks"), help="folder for attention.csv")
     parser.add_argument("--rounds", type=int, default=9, help="samples per contender")
     parser.add_argument("--contenders", nargs="+", help="only these")
+    parser.add_argument("--jax", action="store_true", help="contenders of JAX, too")
+    parser.add_argument("--shapes", nargs="+", type=int, help="only those with these numbers")
     parser.add_argument("--directions", nargs="+", default=list(PRODUCTS), choices=PRODUCTS)
     parser.add_argument("--forms", nargs="+", default=list(FORMS), choices=list(FORMS))
     parser.add_argument("--keys", type=int, help="of a tile of our forward, instead of what the heuristic takes")
@@ -243,7 +324,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.keys:
         config.KEYS = {max(config.KEYS): options.keys}
-    shapes: Sequence[Shape] = SHAPES
+    shapes: Sequence[Shape] = [SHAPES[i] for i in options.shapes or range(len(SHAPES))]
     if options.drawn:
         seed = secrets.randbelow(1000) if options.seed is None else options.seed
         print(f"seed {seed}")
@@ -251,7 +332,7 @@ def main() -> None:
         shapes = [drawn(rng) for _ in range(options.drawn)]
     table, view = Table(options.out / "attention.csv", COLUMNS), View(*COLUMNS, title="attention")
     for case in starmap(Case, product(shapes, options.forms, options.directions)):
-        for row in measure(case, options.contenders, options.rounds):
+        for row in measure(case, options.contenders, options.rounds, options.jax):
             table.add(row)
             view.add_row(*(f"{x:.4g}" if isinstance(x, float) else str(x) for x in (row.get(c, "") for c in COLUMNS)))
     Console(width=200).print(view)
