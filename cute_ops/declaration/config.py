@@ -14,7 +14,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from itertools import product
-from typing import Any, NamedTuple, Self
+from threading import Lock
+from typing import Any, NamedTuple, Self, dataclass_transform
 
 from cute_ops.declaration.shapes import Array
 
@@ -22,11 +23,26 @@ from cute_ops.declaration.shapes import Array
 POWERS = tuple(2**k for k in range(11))
 # A flat config, as variants, winners and cache keys keep it: numbers by name, and a ``form`` as text.
 Config = Mapping[str, Any]
+# Subclasses of KernelConfig that are dataclasses already.
+_dataclasses: set[type] = set()
+_making = Lock()
 
 
-@dataclass(frozen=True)
+@dataclass_transform(frozen_default=True)
 class KernelConfig:
-    """The compile-time configuration of a family's kernels: frozen dataclasses of numbers, flags and a ``form``."""
+    """The compile-time configuration of a family's kernels: a frozen dataclass of numbers, flags and a ``form``.
+
+    Subclasses are no decorated ones: each becomes a dataclass when its first config is made. Twenty of them would take
+    10 ms of every import, of which a program needs two or three.
+    """
+
+    def __new__(cls, *values: Any, **named: Any) -> Self:
+        if cls not in _dataclasses:
+            with _making:
+                for each in reversed(cls.__mro__[:-1]):  # fields of bases come first
+                    if each not in _dataclasses:
+                        _dataclasses.add(dataclass(frozen=True)(each))
+        return super().__new__(cls)
 
     @classmethod
     def of(cls, config: Config | Iterable[tuple[str, Any]]) -> Self:

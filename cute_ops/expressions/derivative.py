@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from cute_ops.expressions.graph import Expression, Node, Operand, copied, rebuilt
@@ -91,7 +92,7 @@ def differentiate(
     if bools := [i for i in wanted if kinds[i].dtype == "bool"]:
         raise ValueError(f"operand {bools[0]} of an expression holds bools, which have no gradient")
     choices = (tuple(saved), ()) if saved else ((),)
-    found = [_derivative(expression, wanted, given, sum_columns, again) for given in choices]
+    found = [_derivative(expression, tuple(wanted), given, sum_columns, again) for given in choices]
     return min(found, key=_price)
 
 
@@ -105,7 +106,7 @@ def worth_saving(expression: Expression, wanted: Sequence[int], *, sum_columns: 
     """
 
     def made(saved: Sequence[int]) -> Derivative:
-        return _derivative(expression, wanted, saved, sum_columns, False)
+        return _derivative(expression, tuple(wanted), tuple(saved), sum_columns, False)
 
     def tiles(saved: Sequence[int]) -> int:
         return _price(made(saved))[0]
@@ -137,8 +138,10 @@ def _price(derivative: Derivative) -> tuple[int, ...]:
     return sum(1 + o.packed for o in operands if o.kind.rows and o.kind.columns), *derivative.expression.cost
 
 
+# Kept: of a declaration what is worth saving, handed on and computed is asked one after the other.
+@lru_cache(maxsize=64)
 def _derivative(
-    expression: Expression, wanted: Sequence[int], saved: Sequence[int], sum_columns: bool, again: bool
+    expression: Expression, wanted: tuple[int, ...], saved: tuple[int, ...], sum_columns: bool, again: bool
 ) -> Derivative:
     count, kinds = len(expression.operands), expression.output_kinds
     sources = [Source("operand", i) for i in range(count)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY
 from typing import Any
 
 from cute_ops import Case, Op, Tensor
@@ -16,7 +16,6 @@ MODIFIED = "e1(t,r,s) sigmoid 0; multiply 1 3; multiply 0 2; tanh 5; add 4 6 -> 
 SCALED = "e1(t,c,r) multiply 0 1; add 2 3; gelu_tanh 4 -> 5"
 
 
-@dataclass(frozen=True)
 class ScoresConfig(KernelConfig):
     """The config of :class:`tests.ops.tensor_core_kernels.Scores`; the fields that an epilogue reads."""
 

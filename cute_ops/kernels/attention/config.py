@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from cute_ops.declaration.config import KernelConfig
 from cute_ops.kernels.tensor_core.sizes import MMA_M
 
@@ -13,7 +11,6 @@ BACKWARD_BLOCK = 128  # queries, or keys, of a CTA of warpgroups that computes g
 LATENT_STAGES, LATENT_PARTS = 2, 3
 
 
-@dataclass(frozen=True)
 class AppendConfig(KernelConfig):
     """How the vectors of tokens spread over threads.
 
@@ -28,7 +25,6 @@ class AppendConfig(KernelConfig):
     unroll: int
 
 
-@dataclass(frozen=True)
 class AttentionConfig(KernelConfig):
     """The tiles of attention, and what is done to scores.
 
@@ -67,7 +63,6 @@ class AttentionConfig(KernelConfig):
         return 2 * (self.block * (max(d, e) + PADDING) + self.tile_n * (d + e + 2 * PADDING)) + places
 
 
-@dataclass(frozen=True)
 class AttentionBackwardConfig(KernelConfig):
     """The tiles of attention's gradients, and what is done to scores.
 
@@ -110,7 +105,6 @@ class AttentionBackwardConfig(KernelConfig):
         return 2 * (rows * (d + e + 2 * PADDING) + of_scores) + of_rows
 
 
-@dataclass(frozen=True)
 class DecodeConfig(KernelConfig):
     """How attention to caches spreads over warps.
 
@@ -153,14 +147,12 @@ class DecodeConfig(KernelConfig):
         return self.rows * (2 * (d + PADDING) + 4) + self.warps * (max(ring, results) + 4 * self.stages)
 
 
-@dataclass(frozen=True)
 class MergeConfig(KernelConfig):
     """``threads`` of a CTA, each with one vector."""
 
     threads: int
 
 
-@dataclass(frozen=True)
 class MlaConfig(KernelConfig):
     """The block of scores of latent attention that a CTA computes at once.
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from cute_ops.declaration.config import KernelConfig
 from cute_ops.hardware import WARP
 
 
-@dataclass(frozen=True)
 class ConvConfig(KernelConfig):
     """How sequences and channels spread over threads.
 
@@ -65,7 +62,6 @@ class ConvConfig(KernelConfig):
         return self.resident * self.threads // (self.lanes(vectors) * self.depth(vectors))
 
 
-@dataclass(frozen=True)
 class FirstConfig(KernelConfig):
     """Where positions are neighbours in memory: ``threads`` of a CTA, and ``steps``: vectors of a row that a thread of
     the forward has.

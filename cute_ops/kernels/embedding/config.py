@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from cute_ops.declaration.config import KernelConfig
 
 # Rows that do not start on half a vector are moved into place if they have so many vectors.
 LEAST_VECTORS = 8
 
 
-@dataclass(frozen=True)
 class EmbeddingConfig(KernelConfig):
     """How the classes of an embedding's gradient spread over threads.
 

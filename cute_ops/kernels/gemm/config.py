@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import Literal
 
@@ -28,7 +27,6 @@ class Barrier(IntEnum):
     STORED = 3  # a subtile is in shared memory
 
 
-@dataclass(frozen=True)
 class GemmConfig(KernelConfig):
     """How a product's tiles are computed. A CTA has a warpgroup that loads and two that multiply.
 

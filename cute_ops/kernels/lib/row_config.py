@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from cute_ops.declaration.config import KernelConfig
 
 
-@dataclass(frozen=True)
 class RowConfig(KernelConfig):
     """How rows spread over threads and CTAs.
 

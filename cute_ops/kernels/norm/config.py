@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 from cute_ops.kernels.lib.row_config import RowConfig
@@ -10,7 +9,6 @@ from cute_ops.kernels.lib.row_config import RowConfig
 Form = Literal["one_pass", "smem", "persistent", "two_pass", "few_rows", "overlapped"]
 
 
-@dataclass(frozen=True)
 class NormConfig(RowConfig):
     """How a norm's rows are computed.
 

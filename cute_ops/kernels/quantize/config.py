@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 from cute_ops.kernels.lib.row_config import RowConfig
 
 
-@dataclass(frozen=True)
 class QuantizeConfig(RowConfig):
     """Rows are held in registers (``one_pass``) or in shared memory (``smem``) until their scale is known, or are read
     again (``two_pass``).

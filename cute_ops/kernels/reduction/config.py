@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from cute_ops.declaration.config import KernelConfig
 
 
-@dataclass(frozen=True)
 class ScaleConfig(KernelConfig):
     """``unroll`` vectors of each of ``threads`` threads at a time, in ``ctas`` persistent CTAs."""
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from cute_ops.declaration.config import KernelConfig
 
 
-@dataclass(frozen=True)
 class RotaryConfig(KernelConfig):
     """Threads of a CTA, and heads of a token that one thread works on."""
 
@@ -15,7 +12,6 @@ class RotaryConfig(KernelConfig):
     heads_per_thread: int
 
 
-@dataclass(frozen=True)
 class RotaryBackwardConfig(RotaryConfig):
     """Persistent: ``resident`` CTAs on each of the GPU's SMs."""
 

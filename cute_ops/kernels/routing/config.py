@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from cute_ops.declaration.config import KernelConfig
 from cute_ops.kernels.lib.row_config import RowConfig
 
@@ -13,7 +11,6 @@ SEGMENT = 8192
 MOVED_FROM = 8
 
 
-@dataclass(frozen=True)
 class TopkConfig(RowConfig):
     """How segments spread over threads.
 
@@ -24,7 +21,6 @@ class TopkConfig(RowConfig):
     groups: int = 0
 
 
-@dataclass(frozen=True)
 class GatherConfig(KernelConfig):
     """``threads`` of a CTA; ``threads_per_row`` share a row, ``unroll`` vectors each of every named row at a time."""
 
@@ -33,7 +29,6 @@ class GatherConfig(KernelConfig):
     unroll: int
 
 
-@dataclass(frozen=True)
 class PlacesConfig(KernelConfig):
     """``ctas`` CTAs of ``threads`` threads share the numbers that are sorted by class."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY
 from typing import Literal
 
 from cute_ops.declaration.config import KernelConfig
@@ -12,7 +12,6 @@ from cute_ops.kernels.lib.row_config import RowConfig
 COLUMN_THREADS = 256  # of a CTA of a column pass
 
 
-@dataclass(frozen=True, kw_only=True)
 class Texts(KernelConfig):
     """What a kernel computes.
 
@@ -29,6 +28,7 @@ class Texts(KernelConfig):
         random: of these tensors, integer scalars, which are the seeds of a random number for each element.
     """
 
+    _: KW_ONLY
     expression: str
     reads: str
     writes: str
@@ -39,7 +39,6 @@ class Texts(KernelConfig):
     random: str = ""
 
 
-@dataclass(frozen=True)
 class FusedConfig(Texts):
     """``unroll`` vectors of each of ``threads`` threads, and what they compute."""
 
@@ -47,7 +46,6 @@ class FusedConfig(Texts):
     unroll: int
 
 
-@dataclass(frozen=True)
 class FusedRowConfig(Texts, RowConfig):
     """How rows spread over threads, and what is computed of each.
 

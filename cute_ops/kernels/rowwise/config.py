@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 from cute_ops.kernels.lib.row_config import RowConfig
 
 
-@dataclass(frozen=True)
 class ReduceConfig(RowConfig):
     """A reduction over each row, and the outputs that need its result: until then rows stay in registers (``one_pass``)
     or in shared memory (``smem``), or they are read again (``two_pass``).
@@ -22,7 +20,6 @@ class ReduceConfig(RowConfig):
     segments_per_cta: int = 1
 
 
-@dataclass(frozen=True)
 class MapConfig(RowConfig):
     """Outputs element by element: a CTA takes whole rows (``rows``), a segment of a row (``segments``), or a row of any
     length with one element per thread at a time (``elements``).
