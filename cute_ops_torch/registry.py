@@ -28,7 +28,7 @@ from cute_ops_torch.library.inplace import inplace_gradient
 from cute_ops_torch.library.nodes import Nodes
 from cute_ops_torch.library.reference import cpu_kernel, fake_kernel, implement
 from cute_ops_torch.library.schema import schema
-from cute_ops_torch.library.vmap import vmap_rule
+from cute_ops_torch.library.vmap import register_vmap, vmap_rule
 
 _libraries: dict[str, torch.library.Library] = {}
 _registered: dict[tuple[str, str], Registered] = {}
@@ -131,7 +131,7 @@ def _define(op: Op, namespace: str) -> Registered:
         if op.numbers
         else FastPath(op, lambda: found.launcher, nodes, lambda more: found.beside(more).launcher)
     )
-    found = _registered[key] = Registered(op, packet.default, origin, nodes, fast_path, gradient)
+    found = _registered[key] = Registered(op, packet, origin, nodes, fast_path, gradient)
     program.functions.setdefault(op, lambda inplace: found.overwriting if inplace else found.raw)
     program.planned.setdefault(op, found.plan)
     if known is not None:
@@ -142,15 +142,15 @@ def _define(op: Op, namespace: str) -> Registered:
     else:
         kernels = {
             "Autograd": autograd_kernel(
-                op, found.overload, fast_path, nodes, saving=lambda more: found.beside(more).overload
+                op, lambda: found.overload, fast_path, nodes, saving=lambda more: found.beside(more).overload
             ),
             "CUDA": lambda *args: found.launcher.launch(*args), "CPU": cpu_kernel(op),
             "Fake": fake_kernel(op, found.lower),
         }  # fmt: skip
     implement(library, name, kernels, bool(op.outputs))
     if not op.numbers:
-        vmap = vmap_rule(op, found.overload, lambda batched: define(batched, namespace).overload)
-        torch.library.register_vmap(f"{namespace}::{name}", vmap, lib=library)
+        vmap = vmap_rule(op, lambda one: (found if one is op else define(one, namespace)).overload)
+        register_vmap(library, name, vmap, lambda: found.overload)
         if (distributed := sys.modules.get("cute_ops_torch.distributed.dtensor")) is not None:
             distributed.shard(op, found.overload, library)
     return found
@@ -162,7 +162,7 @@ class Registered:
 
     Attributes:
         op: the declaration.
-        overload: the op.
+        packet: what ``torch.ops.<namespace>.<name>`` is.
         origin: where the declaration came from.
         nodes: its autograd nodes.
         fast_path: the way past the dispatcher.
@@ -170,7 +170,7 @@ class Registered:
     """
 
     op: Op
-    overload: Any
+    packet: Any
     origin: tuple[str, Any, Any]
     nodes: Nodes
     fast_path: FastPath | ListCalls
@@ -180,6 +180,11 @@ class Registered:
     @property
     def _devices(self) -> tuple[str, ...]:
         return ("cpu", "cuda") if self.op.program else ("cuda",)
+
+    @cached_property
+    def overload(self) -> Any:
+        """The op as dispatchers know it."""
+        return self.packet.default
 
     @cached_property
     def launcher(self) -> Launcher:

@@ -25,7 +25,7 @@ from cute_ops.declaration.tensor import Tensor
 
 D = TypeVar("D", bound=Declaration)
 Tensors = Mapping[str, Tensor]
-_NAME = re.compile(r"\w+_of_(\d+(?:_\d+)*)")
+_NAME = r"\w+_of_(\d+(?:_\d+)*)"
 
 
 def counts(op: Declaration, arguments: Mapping[str, Any]) -> dict[str, int]:
@@ -77,7 +77,7 @@ def gathered(tensors: Tensors, number: Mapping[str, int], values: Sequence[Any])
 
 def named(op: D, name: str) -> D | None:
     """The unrolled op of this name; None if the name is not one's."""
-    found = _NAME.fullmatch(name)
+    found = re.fullmatch(_NAME, name)
     sizes = [int(size) for size in found[1].split("_")] if found else []
     if len(sizes) != len(op.numbers) or 0 in sizes:
         return None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from cute_ops.expressions.primitives import LIKE, PRIMITIVES, ROUNDS_TO, STORED_AS
 
@@ -226,13 +226,17 @@ class Graph:
         kinds = tuple([self.kinds[i] for i in number])
         return Expression(self.operands, tuple(nodes), kinds, tuple([number[i] for i in outputs]))
 
+    def too_large(self, what: str) -> NoReturn:
+        """Raise :class:`TooLargeError`."""
+        raise TooLargeError(what)
+
     def _make(self, node: Node, kind: Kind) -> int:
         index = self._index.get(node)
         if index is not None:
             return index
         depth = 1 + max([self._depth[arg] for arg in node.args], default=0)
         if len(self.nodes) >= MOST_NODES or depth > MOST_DEPTH:
-            raise TooLargeError(f"an expression has at most {MOST_NODES} nodes and is at most {MOST_DEPTH} deep")
+            self.too_large(f"an expression has at most {MOST_NODES} nodes and is at most {MOST_DEPTH} deep")
         index = self._index[node] = len(self.nodes)
         self.nodes.append(node)
         self.kinds.append(kind)
@@ -240,6 +244,12 @@ class Graph:
         first = _FIRST.get(node.primitive, 1)
         self._order.append((first, node.primitive, node.value, *[self._order[arg] for arg in node.args]))
         return index
+
+
+def identity(operand: Operand) -> Expression:
+    """The expression that returns its operand."""
+    graph = Graph([operand])
+    return graph.finish([graph.operand(0)])
 
 
 def copied(

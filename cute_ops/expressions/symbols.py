@@ -15,7 +15,7 @@ from numbers import Real
 from types import FrameType
 from typing import Any, NoReturn
 
-from cute_ops.expressions.graph import Kind, Node, Operand, TooLargeError
+from cute_ops.expressions.graph import Operand, TooLargeError
 from cute_ops.expressions.primitives import OFFERED, PRIMITIVES
 from cute_ops.expressions.simplify import SimplifyingGraph
 
@@ -55,11 +55,8 @@ class Tracing(SimplifyingGraph):
         except TooLargeError as error:
             self.refuse(str(error), "give it fewer operands", at)
 
-    def _make(self, node: Node, kind: Kind) -> int:
-        try:
-            return super()._make(node, kind)
-        except TooLargeError as error:
-            self.refuse(str(error), "compute it by two functions, one after the other")
+    def too_large(self, what: str) -> NoReturn:
+        self.refuse(what, "compute it by two functions, one after the other")
 
     def refuse(self, what: str, instead: str, at: tuple[str, int] | None = None) -> NoReturn:
         """Raises :class:`TraceError` for the line that runs, or for the line ``at``."""
@@ -101,6 +98,8 @@ class Tracing(SimplifyingGraph):
     def _make_floats(self, primitive: str, takes: str, nodes: list[int]) -> None:
         """Turn bools among the arguments into 1 and 0 where floats are taken, but not if all of these are bools."""
         bools = [self.kinds[i].dtype == "bool" for i in nodes]
+        if "b" not in takes and True not in bools:
+            return
         floats = [i for i, letter in enumerate(takes) if letter == "f"]
         if any(letter == "b" and not bools[i] for i, letter in enumerate(takes)):
             self.refuse(f"{primitive} of a value that is no bool", "write a comparison, such as x != 0")

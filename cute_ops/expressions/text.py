@@ -19,7 +19,7 @@ from cute_ops.expressions.primitives import PRIMITIVES
 
 VERSION = "e1"
 MOST_CHARACTERS = 1 << 15
-_TEXT = re.compile(r"(\w+)\(([^()]*)\) (?:([^()>]+) )?-> ([^()>]+)")
+_TEXT = r"(\w+)\(([^()]*)\) (?:([^()>]+) )?-> ([^()>]+)"
 
 
 def text_of(expression: Expression) -> str:
@@ -63,7 +63,7 @@ def parse(given: str) -> Expression:
 
 
 def _parse(given: str) -> Expression:
-    match = _TEXT.fullmatch(given)
+    match = re.fullmatch(_TEXT, given)
     if match is None:
         raise ValueError("it is not of the form `e1(t,r) add 0 1 -> 2`")
     version, kinds, body, results = match.groups(default="")
@@ -85,7 +85,7 @@ def _parse(given: str) -> Expression:
     return graph.finish([_node(graph, primitives, token) for token in results.split(" ")])
 
 
-_OPERAND = re.compile(r"([0-9]{1,4})(\[:n\]|\[n:\])?")
+_OPERAND = r"([0-9]{1,4})(\[:n\]|\[n:\])?"
 
 
 def _node(graph: Graph, primitives: list[int], token: str) -> int:
@@ -94,7 +94,7 @@ def _node(graph: Graph, primitives: list[int], token: str) -> int:
         return graph.leaf(token)
     if token in ("true", "false"):
         return graph.constant(token == "true")
-    match = _OPERAND.fullmatch(token)
+    match = re.fullmatch(_OPERAND, token)
     if match is None:
         return graph.constant(float(token))
     index = int(match[1])

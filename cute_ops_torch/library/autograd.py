@@ -48,13 +48,13 @@ class SupportsFastPath(Protocol):
 
 def autograd_kernel(
     op: Op,
-    overload: Any,
+    overload: Callable[[], Any],
     fast_path: SupportsFastPath,
     nodes: Nodes,
     plain: int = PLAIN_CUDA,
     saving: Callable[[Op], Any] | None = None,
 ) -> Call:
-    """The Autograd kernel of an op; ``saving`` makes the registered op of one that saves more for the gradient.
+    """The Autograd kernel of an op, ``overload()``; ``saving`` makes that of an op that saves more for the gradient.
 
     A call that no mode observes has the dispatch keys ``plain``, which differ where tests run stand-ins on the CPU.
     """
@@ -78,16 +78,16 @@ def autograd_kernel(
     return kernel
 
 
-def _dispatching_kernel(op: Op, overload: Any, nodes: Nodes, saving: Callable[[Op], Any] | None) -> Call:
+def _dispatching_kernel(op: Op, overload: Callable[[], Any], nodes: Nodes, saving: Callable[[Op], Any] | None) -> Call:
     """The Autograd kernel of an op whose calls all stay in the dispatcher: ``kernel(keys, *args)``."""
     fill, arity = filler(op), len(op.inputs)
 
     def kernel(keys: Any, *args: Any) -> Any:
-        def run(*args: Any, op: Any = overload) -> Any:
+        def run(*args: Any, op: Any = None) -> Any:
             with _C._AutoDispatchBelowAutograd():
-                return op.redispatch(keys & _C._after_autograd_keyset, *args)
+                return (op or overload()).redispatch(keys & _C._after_autograd_keyset, *args)
 
-        def run_in_transform(*args: Any, op: Any = overload) -> Any:
+        def run_in_transform(*args: Any, op: Any = None) -> Any:
             # A Function's forward turns both kinds of gradient off; functorch's outer levels still want theirs.
             with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
                 return run(*args, op=op)

@@ -54,7 +54,9 @@ def make(compiled: Any) -> Iterator[Callable[[Op], Made]]:
             launcher, nodes = launch.Launcher(op), Nodes(op, lambda step: one(step).function)
             fast = fast_path.FastPath(op, lambda: launcher, nodes, lambda more: one(more).launcher)
             compiled.ops[op.name] = op
-            kernel = autograd.autograd_kernel(op, overload, fast, nodes, keys.raw_repr(), lambda more: one(more).raw)
+            kernel = autograd.autograd_kernel(
+                op, lambda: overload, fast, nodes, keys.raw_repr(), lambda more: one(more).raw
+            )
             kernels = {
                 "CPU": lambda *args: launcher.launch(*args),
                 "Autograd": kernel,

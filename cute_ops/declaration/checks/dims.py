@@ -18,7 +18,7 @@ def problems(op: Declaration) -> Iterator[str]:
     for name, t in op.inputs.items():
         if t.upper_bound is not None and t.bound(dict.fromkeys(bound, 1)) is None:
             yield f"input {name!r} has upper_bound={t.upper_bound!r}, no dim of an input; there are {sorted(bound)}"
-    yield from _output_dims(op)
+    yield from _output_dims(op, required)
     yield from _named_dims(op, bound, always | op.derived.keys())
     yield from _buckets(op, always | op.derived.keys() | {t.rows for t in required if t.rows})
     yield from _shared_dims(op, bound | op.derived.keys())
@@ -26,9 +26,14 @@ def problems(op: Declaration) -> Iterator[str]:
 
 def _bound(tensors: Iterable[Tensor]) -> set[str]:
     """The names that the dims of these inputs bind together."""
-    dims = [d for t in tensors for d in t.dims]
-    known, count = {d.name for d in dims if d.name}, -1
-    expressions = [d for d in dims if not d.name]
+    known: set[str] = set()
+    expressions, count = [], -1
+    for t in tensors:
+        for d in t.dims:
+            if d.name:
+                known.add(d.name)
+            else:
+                expressions.append(d)
     while expressions and len(known) > count:
         count = len(known)
         known |= {d.binds(known) for d in expressions} - {""}
@@ -56,10 +61,13 @@ def _leading_dims(op: Declaration, dims: set[str]) -> Iterator[str]:
             yield f"{name} cannot broadcast: no input has all of *{t.rows}"
 
 
-def _output_dims(op: Declaration) -> Iterator[str]:
+def _output_dims(op: Declaration, required: list[Tensor]) -> Iterator[str]:
+    found: dict[str | None, tuple[set[str], set[str]]] = {}  # by the optional input that is given, too
     for name, t in op.outputs.items():
-        present = [i for source, i in op.inputs.items() if not i.optional or source == t.given]
-        rows, known = {i.rows for i in present if i.rows}, _bound(present) | op.derived.keys()
+        if t.given not in found:
+            present = [*required, *([op.inputs[t.given]] if t.given in op.inputs else [])]
+            found[t.given] = {i.rows for i in present if i.rows}, _bound(present) | op.derived.keys()
+        rows, known = found[t.given]
         if free := [n for d in t.dims for n in d.names if n not in known]:
             yield f"{name} has dim {free[0]}, neither an input's nor in `derived`"
         if t.accumulates and (free := [n for n in t.accumulates.over if n not in known | rows]):
