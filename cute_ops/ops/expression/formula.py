@@ -183,7 +183,7 @@ def declare(
         config: the heuristic.
         more: other arguments of :class:`Op`.
     """
-    first, twins = formula(defaults_of(attrs)), any(tensor.same_as for tensor in outputs.values())
+    twins = any(tensor.same_as for tensor in outputs.values())
     dtypes = {tensor.dtype: key for key, tensor in reversed(list(inputs.items()))}
 
     def reference(xp: Any, *arrays: Any, **attrs: Any) -> tuple[Any, ...]:
@@ -221,18 +221,26 @@ def declare(
         return sum_workspaces(of_call(problem), shapes, problem, config)
 
     reference.__module__ = module
-    counts = any(node.primitive == "n" for node in first.expression.nodes)
-    packed = any("2n" in tensor.shape for tensor in (*inputs.values(), *outputs.values()))
-    usual: dict[str, Any] = {
-        "dtypes": {t.dtype: choices(t.dtype) for t in inputs.values() if t.dtype not in ITEMSIZE},
-        "static": ("n",) if counts and not first.by_rows else WhileFew("n"), "kernel": KERNEL,
-        "sharding": Sharding(parallel=() if first.by_rows or packed else ("n",)),
-    }  # fmt: skip
+    if not {"static", "sharding"} <= more.keys():
+        packed = any("2n" in tensor.shape for tensor in (*inputs.values(), *outputs.values()))
+        more = dims_of(formula(defaults_of(attrs)), packed) | more
     return Op(
         name, inputs=inputs, outputs=outputs, reference=reference, attrs=attrs,
         tuning=Tuning(of_config, space_of(of_call), workspace),
-        **{**usual, **more},
+        **{
+            "dtypes": {t.dtype: choices(t.dtype) for t in inputs.values() if t.dtype not in ITEMSIZE}, "kernel": KERNEL,
+            **more,
+        },
     )  # fmt: skip
+
+
+def dims_of(formula: Formula, packed: bool) -> dict[str, Any]:
+    """Which dims of a formula's kernel are compile-time constants, and which several devices may share."""
+    counts = any(node.primitive == "n" for node in formula.expression.nodes)
+    return {
+        "static": ("n",) if counts and not formula.by_rows else WhileFew("n"),
+        "sharding": Sharding(parallel=() if formula.by_rows or packed else ("n",)),
+    }
 
 
 def choices(variable: str) -> tuple[str, ...]:

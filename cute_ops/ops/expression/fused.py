@@ -90,7 +90,7 @@ def fused(
     shapes = {key: shape_of(operand) for key, operand in operands.items()}
     found = _Fused(
         name, Traces(name, function, shapes, attrs), operands, outputs=outputs, attrs=attrs, cases=cases,
-        no_gradient=no_gradient, squeezed=squeezed,
+        no_gradient=no_gradient, squeezed=squeezed, later=function.__module__.startswith("cute_ops."),
     )  # fmt: skip
     return found.op(
         function.__module__, doc or inspect.getdoc(function) or f"``{name}`` in one pass.", grad_doc, finish
@@ -193,14 +193,17 @@ class _Fused:
         forward: gives the formula of the op by its attributes, ``backward`` that of its gradient.
         handed_on: operands whose gradient is an output's cotangent; ``twins``: whose gradient is another operand's.
         saved: outputs that the gradient reads, by index.
+        later: whether the gradient is derived when it is first used, where its declaration does not depend on it: of
+            our own functions, whose gradients tests derive, and of which all would take 8 ms of an import.
     """
 
     def __init__(
         self, name: str, expression: ByAttrs[Expression], operands: Mapping[str, str], *, outputs: Sequence[str] = (),
         attrs: Attrs | None = None, cases: tuple[Case, ...] = CASES, no_gradient: Sequence[str] = (),
-        squeezed: bool = False,
+        squeezed: bool = False, later: bool = False,
     ) -> None:  # fmt: skip
         self.name, self.expression, self.attrs, self.cases = name, expression, attrs or {}, cases
+        self.later = later and bool(attrs)
         self.whole = tuple(key for key, operand in operands.items() if _declared(operand)[0] in (BOOL, INT))
         self.no_gradient = tuple(no_gradient)
         self._share(operands)
@@ -278,8 +281,10 @@ class _Fused:
     def fields(self) -> dict[str, Any]:
         """The fields that the declarations of the op and of its gradient share."""
         defaults = defaults_of(self.attrs)
-        forward, backward = self.forward(defaults), self.backward(defaults)
-        counts = any(node.primitive == "n" for each in (forward, backward) for node in each.expression.nodes)
+        forward = self.forward(defaults)
+        # Of values of single elements no gradient reads the length of a row if they do not.
+        read = (forward,) if self.later else (forward, self.backward(defaults))
+        counts = any(node.primitive == "n" for each in read for node in each.expression.nodes)
         whole = forward.by_rows or any("2n" in shape for shape in self.operands.values())
         return {
             "attrs": self.attrs, "cases": self.cases, "config": Formula.config_alone,
