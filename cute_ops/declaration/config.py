@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from itertools import product
 from threading import Lock
-from typing import Any, NamedTuple, Self, dataclass_transform
+from typing import Any, ClassVar, NamedTuple, Self, dataclass_transform
 
 from cute_ops.declaration.shapes import Array
 
@@ -35,6 +35,8 @@ class KernelConfig:
     Subclasses are no decorated ones: each becomes a dataclass when its first config is made. Twenty of them would take
     10 ms of every import, of which a program needs two or three.
     """
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
 
     def __new__(cls, *values: Any, **named: Any) -> Self:
         if cls not in _dataclasses:

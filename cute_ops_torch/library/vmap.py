@@ -34,7 +34,7 @@ def register_vmap(library: torch.library.Library, name: str, rule: Callable[...,
         return
 
     def kernel(keyset: Any, *args: Any, **named: Any) -> Any:
-        return call(interpreter(), rule, op(), *args, **named)
+        return call(interpreter(), rule, op(), *args, **named)  # type: ignore[arg-type]
 
     library.impl(name, kernel, "FuncTorchBatched", with_keyset=True)
 
