@@ -237,22 +237,27 @@ class Graph:
         rope = self._rotation(turn, shape, parts[0].dtype)
         return self.make("concat", parts, axis, shape, parts[0].dtype) if rope is None else rope
 
-    def pick(self, x: Node, index: Node, how: str, depth: int = 12) -> Node:
+    def pick(self, x: Node, index: Node, how: str, of: str = "logit", depth: int = 12) -> Node:
         """The element of each row of x, ``[*rows, n]``, at ``index``, integers with one for each row: ``[*rows, 1]``.
 
         An element of a sum is the sum of an element and of numbers per row.
 
         Args:
-            how: what an index that is no column gives: ``"nan"``, or ``"clip"`` for the nearest column.
+            how: what an index that is no column gives: ``"nan"``, or the nearest column, which has a gradient
+                (``"clip"``) or none (``"promised"``).
+            of: what the program picks from: ``"logit"``, or ``"log_prob"`` if numbers per row are added to logits that
+                have gradients. An index that is no column has no gradient of these, either.
             depth: through so many nodes.
         """
         shape = (*x.shape[:-1], 1)
         if depth and x.op == "cast":
-            return self.cast(self.pick(x.args[0], index, how, depth - 1), x.dtype)
+            return self.cast(self.pick(x.args[0], index, how, of, depth - 1), x.dtype)
         if depth and (whole := named.of_one(x)) is not None:
-            args = [self.pick(arg, index, how, depth - 1) if arg is whole else arg for arg in x.args]
+            if any(arg is not whole and not named.is_shift(arg) for arg in x.args):
+                of = "log_prob"
+            args = [self.pick(arg, index, how, of, depth - 1) if arg is whole else arg for arg in x.args]
             return self.primitive(x.attr, args, shape, x.dtype)
-        call = named.Named("pick", ("x", "index"), (x, index), (x.shape, x.shape[:-1]), {"outside": how})
+        call = named.Named("pick", ("x", "index"), (x, index), (x.shape, x.shape[:-1]), {"outside": how, "of": of})
         known = next((user for user in x.users if self.named.get(user) == call), None)
         return known or self._call(call, shape, x.dtype)
 

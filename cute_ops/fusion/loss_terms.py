@@ -31,30 +31,43 @@ class Terms(NamedTuple):
     z_loss: float
 
 
+class Target(NamedTuple):
+    """``weight * y[target] + share * mean(y)``, of logits y or, with ``log_prob``, of ``y - lse``."""
+
+    weight: float = 1.0
+    share: float = 0.0
+    log_prob: bool = False
+
+
 @lru_cache(1024)
-def terms_of(expression: Expression, at_target: tuple[bool, ...], n: int | str | None) -> Terms | None:
+def terms_of(
+    expression: Expression | None, at_target: tuple[bool, ...], n: int | str | None, target: Target
+) -> Terms | None:
     """The terms of the cross entropy that an expression computes; None if it computes none.
 
     Args:
-        expression: its operands are the logits and the target's logit.
-        at_target: for each operand whether it is the target's logit.
+        expression: its operands are the logits and a value of the target; None is that value itself.
+        at_target: for each operand whether it is the value of the target.
         n: the number of classes.
+        target: the value of the target.
     """
     import numpy as np
 
-    if True not in at_target or False not in at_target or not _is_analytic(expression):
+    if expression is not None and (True not in at_target or not _is_analytic(expression)):
         return None
-    columns = n if _depends_on_length(expression) else _COLUMNS
+    columns = n if expression is not None and _depends_on_length(expression) else _COLUMNS
     if not isinstance(columns, int):
         return None
     rng = np.random.default_rng(7)
     x = rng.standard_normal((_ROWS, columns)) * rng.uniform(0.2, 2, (_ROWS, 1)) + rng.standard_normal((_ROWS, 1)) * 2
     at = rng.standard_normal((_ROWS, 1))
-    value = evaluate(expression, np, [at if is_target else x for is_target in at_target])[0]
+    lse, mean = np.log(np.sum(np.exp(x), -1, keepdims=True)), np.mean(x, -1, keepdims=True)
+    value = given = target.weight * at + target.share * mean - (target.weight + target.share) * target.log_prob * lse
+    if expression is not None:
+        value = evaluate(expression, np, [given if is_target else x for is_target in at_target])[0]
     if value.shape != at.shape:
         return None
-    lse = np.log(np.sum(np.exp(x), -1, keepdims=True))
-    terms = np.concatenate([lse, at, np.mean(x, -1, keepdims=True), lse * lse, np.ones_like(at)], -1)
+    terms = np.concatenate([lse, at, mean, lse * lse, np.ones_like(at)], -1)
     return _terms(terms, value[:, 0], np)
 
 

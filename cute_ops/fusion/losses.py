@@ -6,15 +6,17 @@ that of a linear head, which never holds its logits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 from cute_ops.expressions.graph import Expression
+from cute_ops.expressions.simplify import fold
 from cute_ops.fusion.canonical import canonical
 from cute_ops.fusion.express import express
-from cute_ops.fusion.graph import FLOATS, Graph, Node
-from cute_ops.fusion.loss_terms import terms_of
+from cute_ops.fusion.graph import FLOATS, Graph, Node, Shape
+from cute_ops.fusion.loss_terms import Target, terms_of
 from cute_ops.fusion.match import meaning_of
-from cute_ops.fusion.named import Named, positive_number, uncast
+from cute_ops.fusion.named import Named, number_of, positive_number, uncast
 from cute_ops.fusion.region import VIEWS, Facts, Region, keeps_columns, live_nodes, obstacle, without_ones
 
 _MOST = 40  # nodes of a loss
@@ -22,15 +24,31 @@ _SUMS = ("reduce", "contract")
 _FOLLOW = ("subtract", "add", "negative", "multiply", "divide")
 
 
+class _Picked(NamedTuple):
+    """A value of which a row's loss may be computed.
+
+    Attributes:
+        node: the value, one number per row.
+        x: the logits.
+        labels: the row's target.
+        target: what it is of the target's logit.
+        attrs: what a target that is no class gives, as :meth:`Graph.pick` has it.
+    """
+
+    node: Node
+    x: Node
+    labels: Node
+    target: Target
+    attrs: Mapping[str, Any]
+
+
 def find_losses(graph: Graph, is_linear: Callable[[Node], bool], exact: bool) -> None:
     """Turn the nodes that are losses into calls, in place."""
     for node in list(graph.nodes):
-        if node.op in _SUMS and (loss := _of_one_hot(graph, node, exact)) is not None:
-            _become(graph, node, loss)
-    for pick, call in list(graph.named.items()):
-        if call.op == "pick":
-            for root in reversed(list(_following(pick))):
-                if (loss := _loss(root, pick, call, exact)) is not None:
+        for picked in _picked(graph, node, exact):
+            roots = [*reversed(list(_following(node))), *[node] * (node.op in _SUMS)]
+            for root in roots:
+                if (loss := _loss(root, picked, exact)) is not None:
                     _become(graph, root, loss)
                     break
     losses = [(node, call) for node, call in graph.named.items() if call.op == "cross_entropy"]
@@ -39,6 +57,32 @@ def find_losses(graph: Graph, is_linear: Callable[[Node], bool], exact: bool) ->
         for node, call in losses:
             if node in live and (head := _with_head(graph, node, call, is_linear, live)) is not None:
                 _become(graph, *_with_sum(graph, node, head, live))
+
+
+def _picked(graph: Graph, node: Node, exact: bool) -> Iterator[_Picked]:
+    """A node as an element of each row, or as the sum of a row times a one-hot row."""
+    call = graph.named.get(node)
+    if call is not None and call.op == "pick":
+        logits, labels = call.nodes
+        yield _Picked(node, uncast(logits), labels, Target(), call.attrs)
+    if node.op in _SUMS:
+        for row, factor in _products_of_rows(node):
+            soft = _soft_row(graph, row, exact)
+            if soft is not None and soft.labels is not None:
+                yield from _of_one_hot(node, soft, soft.labels, uncast(factor), exact)
+
+
+def _of_one_hot(node: Node, soft: _SoftRow, labels: Node, y: Node, exact: bool) -> Iterator[_Picked]:
+    """The sum of y times a row. The row of a target that is no class has nothing at a class."""
+    n, sign = y.shape[-1], 1.0
+    if (y.op, y.attr) == ("primitive", "negative"):
+        y, sign = uncast(y.args[0]), -1.0
+    if isinstance(n, int) or not soft.off:
+        x = _logits_of(y, exact)
+        share = soft.off * n if isinstance(n, int) else 0.0
+        attrs = {"outside": "zero", "of": "logit" if x is None else "log_prob"}
+        target = Target(sign * (soft.on - soft.off), sign * share, x is not None)
+        yield _Picked(node, y if x is None else x, labels, target, attrs)
 
 
 def _following(pick: Node) -> Iterator[Node]:
@@ -57,38 +101,57 @@ def _following(pick: Node) -> Iterator[Node]:
 _STEPS = tuple(("primitive", name) for name in _FOLLOW)
 
 
-def _loss(root: Node, pick: Node, call: Named, exact: bool) -> Named | None:
+def _loss(root: Node, picked: _Picked, exact: bool) -> Named | None:
     """The call of a loss of the rows from which an element is picked."""
-    logits, index = call.nodes
-    x, rows = uncast(logits), logits.shape[:-1]
-    nodes = _between(root, {pick, x})
-    if nodes is None or root.dtype not in FLOATS or without_ones(root.shape) != without_ones(rows):
+    x, rows = picked.x, picked.x.shape[:-1]
+    if root.dtype not in FLOATS or without_ones(root.shape) != without_ones(rows):
         return None
-    found = _expressed(nodes, root, exact)
-    if found is None or any(leaf is not pick and uncast(leaf) is not x for leaf in found[1]):
+    if root is picked.node:
+        terms = terms_of(None, (), x.shape[-1], picked.target)
+    else:
+        nodes = _between(root, {picked.node, x})
+        found = None if nodes is None else _expressed(nodes, root, exact)
+        if found is None or any(leaf is not picked.node and uncast(leaf) is not x for leaf in found[1]):
+            return None
+        expression, leaves = found
+        terms = terms_of(expression, tuple(leaf is picked.node for leaf in leaves), x.shape[-1], picked.target)
+    if terms is None:
         return None
-    expression, leaves = found
-    terms = terms_of(expression, tuple(leaf is pick for leaf in leaves), x.shape[-1])
-    return None if terms is None else Named("cross_entropy", ("logits", "target"), (x, index), (x.shape, rows), {
-        "sign": terms.factor, "label_smoothing": terms.smoothing, "z_loss": terms.z_loss, **call.attrs,
-    })  # fmt: skip
+    attrs = {"sign": terms.factor, "label_smoothing": terms.smoothing, "z_loss": terms.z_loss, **picked.attrs}
+    return Named("cross_entropy", ("logits", "target"), (x, picked.labels), (x.shape, rows), attrs)
 
 
-def _of_one_hot(graph: Graph, node: Node, exact: bool) -> Named | None:
-    """The call of minus the loss that a node is: the sum of a row's logarithms of probabilities times a one-hot row.
+class _SoftRow(NamedTuple):
+    """One-hot rows, of which each of the two numbers may be another one.
 
-    The one-hot row of a target that is no class has only zeros, so the row's loss is 0.
+    Attributes:
+        labels: integers, the rows' classes; None of rows that are the same number everywhere.
+        on, off: what a row has at its class, and elsewhere.
     """
-    for one_hot, factor in _products_of_rows(node):
-        if (index := _index_of(graph, one_hot)) is None:
-            continue
-        negated = (factor.op, factor.attr) == ("primitive", "negative")
-        x = _logits_of(uncast(factor.args[0] if negated else factor), exact)
-        if x is not None:
-            rows = x.shape[:-1]
-            attrs = {"sign": 1.0 if negated else -1.0, "label_smoothing": 0.0, "z_loss": 0.0, "outside": "zero"}
-            return Named("cross_entropy", ("logits", "target"), (x, index), (x.shape, rows), attrs)
-    return None
+
+    labels: Node | None
+    on: float
+    off: float
+
+
+def _soft_row(graph: Graph, row: Node, exact: bool, depth: int = 6) -> _SoftRow | None:
+    node = uncast(row)
+    if (number := number_of(node)) is not None:
+        return _SoftRow(None, number, number)
+    if (labels := _index_of(graph, node)) is not None:
+        return _SoftRow(labels, 1.0, 0.0)
+    rounds = exact and node.dtype in ("bfloat16", "float16")
+    if not depth or node.op != "primitive" or node.attr not in _OF_NUMBERS or rounds:
+        return None
+    found = [each for arg in node.args if (each := _soft_row(graph, arg, exact, depth - 1)) is not None]
+    of_rows = {each.labels for each in found if each.labels is not None}
+    if len(found) < len(node.args) or len(of_rows) != 1:
+        return None
+    on, off = fold(node.attr, *(each.on for each in found)), fold(node.attr, *(each.off for each in found))
+    return None if on is None or off is None else _SoftRow(of_rows.pop(), float(on), float(off))
+
+
+_OF_NUMBERS = ("add", "subtract", "multiply", "divide", "negative", "where")
 
 
 def _products_of_rows(node: Node) -> Iterator[tuple[Node, Node]]:
@@ -107,22 +170,34 @@ def _products_of_rows(node: Node) -> Iterator[tuple[Node, Node]]:
         yield factors[1], factors[0]
 
 
-def _index_of(graph: Graph, one_hot: Node) -> Node | None:
+def _index_of(graph: Graph, node: Node) -> Node | None:
     """The integers whose one-hot rows a node is; None if it is none."""
-    node = uncast(one_hot)
     if (node.op, node.attr) != ("primitive", "equal"):
         return None
     for index, place in (node.args, node.args[::-1]):
+        held = _holds(place)
         while place.op in ("broadcast", "reshape", "cast") and keeps_columns(place):
             place = place.args[0]
+            held = held and _holds(place)
         call = graph.named.get(place)
         counts = call is not None and call.op == "iota" and call.attrs["axis"] == len(place.shape) - 1
-        if counts and place.shape[-1] == node.shape[-1] and "int" in index.dtype:
+        if counts and held and place.shape[-1] == node.shape[-1]:
             while index.op == "broadcast" and index.args[0].shape == (*node.shape[:-1], 1):
                 index = index.args[0]
             if index.shape == (*node.shape[:-1], 1):
                 return index
     return None
+
+
+def _holds(place: Node) -> bool:
+    """Whether an integer dtype holds the places of all columns, so that no two of them are equal."""
+    bits, n = place.dtype.removeprefix("u").removeprefix("int"), place.shape[-1]
+    signed = not place.dtype.startswith("u")
+    return (
+        bits.isdigit()
+        and (isinstance(n, int) or bits in ("32", "64"))
+        and (not isinstance(n, int) or n <= 2 ** (int(bits) - signed))
+    )
 
 
 def _logits_of(node: Node, exact: bool) -> Node | None:
@@ -171,6 +246,23 @@ def _expressed(nodes: list[Node], root: Node, exact: bool) -> tuple[Expression, 
     return text.flat, [made[0].leaves[i].node for i in text.operands]
 
 
+class _Logits(NamedTuple):
+    """What logits are computed from.
+
+    Attributes:
+        value: that.
+        reader: what reads it.
+        scale, cap, bias, sliced: what it gets until it is the logits, the attributes of the head's loss.
+    """
+
+    value: Node
+    reader: Node
+    scale: float = 1.0
+    cap: float = 0.0
+    bias: Node | None = None
+    sliced: tuple[tuple[int, int, int, int], ...] = ()
+
+
 def _with_head(
     graph: Graph, node: Node, call: Named, is_linear: Callable[[Node], bool], live: set[Node]
 ) -> Named | None:
@@ -178,41 +270,54 @@ def _with_head(
 
     Between the product and the loss, logits may get a bias, a scale, a soft cap and other rows.
     """
-    product, target = call.nodes
-    reader, sliced, scale, cap, bias = node, tuple[tuple[int, int, int, int], ...](), 1.0, 0.0, None
-    while _reader(graph, product, live) is reader:
-        reader = product
-        if is_linear(product):
-            break
-        if (capped := _capped(graph, product, live)) is not None and scale == 1 and not cap and bias is None:
-            product, reader, cap, scale = capped
-        elif (scaled := _scaled(product)) is not None and bias is None:
-            product, scale = scaled[0], scale * scaled[1]
-        elif (biased := _biased(product)) is not None and bias is None:
-            product, bias = biased
-        elif product.op == "slice" and product.attr[0] < len(product.shape) - 1 and not sliced:
-            sliced, product = (product.attr,), product.args[0]
-        elif _is_view(product) and all(_keeps_dims(product, axis + 1) for axis, *_ in sliced):
-            product = product.args[0]
-        else:
-            return None
-    if not is_linear(product) or reader is not product or product.dtype != product.args[0].dtype:
+    value, target = call.nodes
+    logits: _Logits | None = _Logits(value, node)
+    while logits is not None and not is_linear(logits.value):
+        read = _reader(graph, logits.value, live) is logits.reader
+        logits = _step_back(graph, logits, live) if read else None
+    if logits is None or _reader(graph, logits.value, live) is not logits.reader:
         return None
+    product = logits.value
     x, weight = product.args
-    rows = x.shape[:-1]
-    if sliced:
-        (axis, start, stop, step), left = sliced[0], list(rows)
-        if axis >= len(rows) or not all(isinstance(each, int) for each in (start, stop, step)):
-            return None
-        left[axis] = -((start - stop) // step)
-        rows = tuple(left)
+    rows = _rows_left(x.shape[:-1], logits.sliced)
+    if rows is None or product.dtype != x.dtype:
+        return None
     attrs = {**call.attrs, "transposed": product.attr[1] == (0,), "total": False}
-    attrs |= {"softcap": cap, "logit_scale": scale, "sliced": sliced}
+    attrs |= {"softcap": logits.cap, "logit_scale": logits.scale, "sliced": logits.sliced}
     nodes, shapes = (x, weight, target), (x.shape, weight.shape, rows)
-    if bias is None:
+    if logits.bias is None:
         return Named("linear_cross_entropy", ("hidden", "weight", "target"), nodes, shapes, attrs)
     names = ("hidden", "weight", "target", "bias")
-    return Named("linear_cross_entropy", names, (*nodes, bias), (*shapes, product.shape[-1:]), attrs)
+    return Named("linear_cross_entropy", names, (*nodes, logits.bias), (*shapes, product.shape[-1:]), attrs)
+
+
+def _step_back(graph: Graph, logits: _Logits, live: set[Node]) -> _Logits | None:
+    """What the value is computed from; None if no head's loss has that step."""
+    value, before = logits.value, logits._replace(reader=logits.value)
+    if logits.bias is None:
+        capped = None if logits.cap or logits.scale != 1 else _capped(graph, value, live)
+        if capped is not None:
+            return logits._replace(value=capped[0], reader=capped[1], cap=capped[2], scale=capped[3])
+        if (scaled := _scaled(value)) is not None:
+            return before._replace(value=scaled[0], scale=logits.scale * scaled[1])
+        if (biased := _biased(value)) is not None:
+            return before._replace(value=biased[0], bias=biased[1])
+    if value.op == "slice" and value.attr[0] < len(value.shape) - 1 and not logits.sliced:
+        return before._replace(value=value.args[0], sliced=(value.attr,))
+    if _is_view(value) and all(_keeps_dims(value, axis + 1) for axis, *_ in logits.sliced):
+        return before._replace(value=value.args[0])
+    return None
+
+
+def _rows_left(rows: Shape, sliced: tuple[tuple[int, int, int, int], ...]) -> Shape | None:
+    """The rows of a head's input after a slice of them; None if their number is not known."""
+    left = list(rows)
+    for axis, *bounds in sliced:
+        if axis >= len(rows) or not all(isinstance(each, int) for each in bounds):
+            return None
+        start, stop, step = bounds
+        left[axis] = -((start - stop) // step)
+    return tuple(left)
 
 
 def _is_view(node: Node) -> bool:

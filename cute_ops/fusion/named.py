@@ -55,12 +55,16 @@ def uncast(node: Node) -> Node:
     return node
 
 
-def positive_number(node: Node) -> Any:
-    """The positive constant that a node is, in any shape and dtype; None if it is none."""
+def number_of(node: Node) -> float | None:
+    """The number that a node is everywhere, in any shape and dtype; None if it is none."""
     while node.op in ("broadcast", "cast", "reshape"):
         node = node.args[0]
-    known = node.op == "constant" and not isinstance(node.attr, bool) and node.attr > 0
-    return node.attr if known else None
+    return float(node.attr) if node.op == "constant" and not isinstance(node.attr, bool) else None
+
+
+def positive_number(node: Node) -> float | None:
+    number = number_of(node)
+    return number if number is not None and number > 0 else None
 
 
 def of_parts(parts: Sequence[Node], axis: int) -> Turn | None:
@@ -138,6 +142,15 @@ def of_one(x: Node) -> Node | None:
     whole = [arg for arg in x.args if arg.shape == x.shape]
     rows = [arg for arg in x.args if not arg.shape or arg.shape[-1] == 1]
     return whole[0] if len(whole) == 1 and len(rows) == len(x.args) - 1 else None
+
+
+def is_shift(node: Node) -> bool:
+    """Whether a number per row is a constant or the row's maximum, which programs subtract without a gradient."""
+    while node.op in ("cast", "reshape", "broadcast"):
+        node = node.args[0]
+    if (node.op, node.attr) == ("primitive", "where"):  # or 0 where it is infinite
+        return is_shift(node.args[1])
+    return node.op == "constant" or (node.op == "reduce" and node.attr[0] == "max")
 
 
 def table_of(node: Node) -> Node:

@@ -12,6 +12,7 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 from cute_ops.fusion.graph import Node, Shape
+from cute_ops.fusion.named import number_of
 
 
 class _Shift(NamedTuple):
@@ -175,7 +176,7 @@ def _same(args: Sequence[Node], given: _Given) -> _Made:
     if len({(x.power, x.k) for x in shifts}) != 1:
         return None
     power, k = shifts[0].power, shifts[0].k
-    others = [_number(arg) for arg, x in zip(args, given, strict=True) if x is None]
+    others = [number_of(arg) for arg, x in zip(args, given, strict=True) if x is None]
     fits = all(number is not None and (number == 0 if power else math.isinf(number)) for number in others)
     return (power, k) if fits else None
 
@@ -189,7 +190,7 @@ def _product(sign: float, args: Sequence[Node], given: _Given) -> _Made:
     if (first is None or first.power) and (second is None or second.power):
         return True, (first.k if first else 0.0) + sign * (second.k if second else 0.0)
     for x, other in ((first, args[1]), *(((second, args[0]),) if sign > 0 else ())):
-        number = _number(other)
+        number = number_of(other)
         if x is not None and not x.power and number:
             return False, x.k * number**sign
     return None
@@ -198,13 +199,6 @@ def _product(sign: float, args: Sequence[Node], given: _Given) -> _Made:
 def _reciprocal(args: Sequence[Node], given: _Given) -> _Made:
     (x,) = given
     return (True, -x.k) if x is not None and x.power else None
-
-
-def _number(node: Node) -> float | None:
-    """The number that a node is everywhere."""
-    while node.op in ("broadcast", "reshape", "cast"):
-        node = node.args[0]
-    return float(node.attr) if node.op == "constant" and not isinstance(node.attr, bool) else None
 
 
 def _size(args: Sequence[Node], given: _Given) -> _Made:

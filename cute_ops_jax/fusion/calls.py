@@ -22,10 +22,9 @@ from cute_ops.fusion.express import COLUMNS, Leaf
 from cute_ops.fusion.graph import Node
 from cute_ops.ops import OPS
 from cute_ops.ops.expression.broadcast import Fit
-from cute_ops.ops.reduction.cross_entropy import cross_entropy
 from cute_ops_jax.composite.fused import call_fitted, summing
 from cute_ops_jax.composite.linear import linear
-from cute_ops_jax.composite.losses import linear_cross_entropy
+from cute_ops_jax.fusion.losses import linear_loss, loss
 from cute_ops_jax.fusion.rotation import rope
 from cute_ops_jax.primitive.function import register
 
@@ -69,7 +68,7 @@ def _specs(found: Found, choice: Choice) -> Any:
 def call_of_named(found: Named) -> Call:
     """What runs in place of a rotation or of a loss."""
     named, (root,) = found.named, found.roots
-    runs: dict[str, Callable[..., Any]] = {"rope": rope, "cross_entropy": _loss, "linear_cross_entropy": _linear_loss}
+    runs: dict[str, Callable[..., Any]] = {"rope": rope, "cross_entropy": loss, "linear_cross_entropy": linear_loss}
     run = runs[named.op]
 
     def call(arrays: Sequence[Any]) -> list[Any]:
@@ -78,41 +77,6 @@ def call_of_named(found: Named) -> Call:
         return [jnp.reshape(run(**given, **named.attrs), root.shape).astype(root.dtype)]
 
     return call
-
-
-def _loss(logits: Any, target: Any, *, sign: float, outside: str, **attrs: float) -> Any:
-    target, known = _classes(target, logits.shape[-1], outside)
-    made = sign * register(cross_entropy)(logits, target, ignore_index=-1, reduction="none", **attrs)
-    return made if known is None else jnp.where(known, made, jnp.nan)
-
-
-def _linear_loss(
-    hidden: Any, weight: Any, target: Any, *, bias: Any = None, mask: Any = None, sign: float, outside: str,
-    transposed: bool, total: bool, sliced: Sequence[tuple[int, ...]] = (), **attrs: float,
-) -> Any:  # fmt: skip
-    for axis, start, stop, step in sliced:
-        hidden = jax.lax.slice_in_dim(hidden, start, stop, step, axis)
-    weight = weight.T if transposed else weight
-    target, known = _classes(target, weight.shape[0], outside)
-    if mask is not None:
-        target = jnp.where(mask, target, -1)
-        known = None if known is None else known | ~mask
-    options = {"ignore_index": -1, "reduction": "sum" if total else "none", **attrs}
-    made = linear_cross_entropy(hidden, weight, target, bias, **options)
-    if known is None:
-        return sign * made
-    return jnp.where(jnp.all(known) if total else known, sign * made, jnp.nan)
-
-
-def _classes(target: Any, n: int, outside: str) -> tuple[Any, Any]:
-    """The targets, with -1 for each that is no class, and a mask of those that are classes; None where the loss of the
-    others is 0. Their rows have no gradient: with a gather their loss is NaN, which the program masks if it goes on
-    with the number, and with one-hot rows it is 0.
-    """
-    if outside == "clip":
-        return jnp.clip(target, 0, n - 1), None
-    known = (target >= 0) & (target < n)
-    return jnp.where(known, target, -1), None if outside == "zero" else known
 
 
 def _as_root(out: Any, root: Any, found: Found) -> Any:

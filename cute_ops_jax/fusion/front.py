@@ -28,7 +28,7 @@ _VALUES = (*FLOATS, "bool")
 # Precisions by name that say what our products do anyway: products of 16 bits are summed in float32.
 _OWN_PRECISION = {"bfloat16": "BF16_BF16_F32", "float16": "F16_F16_F32"}
 # What a gather gives where its index is no element.
-_OUTSIDE = {"CLIP": "clip", "PROMISE_IN_BOUNDS": "clip"}
+_OUTSIDE = {"CLIP": "clip", "PROMISE_IN_BOUNDS": "promised"}
 
 
 class Step(NamedTuple):

@@ -30,6 +30,7 @@ from cute_ops_jax.fusion.front import Front, Step, Value
 from cute_ops_jax.fusion.known import Input, KnownArrays
 from cute_ops_jax.fusion.layers import call_of_layer
 from cute_ops_jax.fusion.lookups import Lookup, lookup_of
+from cute_ops_jax.fusion.losses import picked
 
 NOTHING: Mapping[int, Input] = {}
 
@@ -136,8 +137,7 @@ class Program:
         if (call := self.front.graph.named.get(node)) is None:
             return _of_primitives(node, args)
         x, index = args  # an element of each row
-        mode = "clip" if call.attrs["outside"] == "clip" else "fill"
-        return jnp.take_along_axis(x, jnp.reshape(index, node.shape), -1, mode=mode)
+        return picked(x, jnp.reshape(index, node.shape), call.attrs["outside"])
 
     def _find(self) -> None:
         """Find the parts of layers, and what expressions and other ops compute of the rest."""

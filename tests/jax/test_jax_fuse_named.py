@@ -204,7 +204,37 @@ def one_hot(logits: jax.Array, t: jax.Array) -> jax.Array:
     return -jnp.sum(jax.nn.one_hot(t, CLASSES) * jax.nn.log_softmax(logits), -1).mean()
 
 
+def smoothed_rows(t: jax.Array) -> jax.Array:
+    """As ``optax.smooth_labels`` of one-hot rows."""
+    return 0.9 * jax.nn.one_hot(t, CLASSES) + 0.1 / CLASSES
+
+
+def t5x_rows(t: jax.Array) -> jax.Array:
+    """As ``onehot`` of T5X, with a number for the target and another one for all other classes."""
+    return jax.lax.select(
+        t[..., None] == jnp.arange(CLASSES), jnp.full((B, T, CLASSES), 0.93), jnp.full((B, T, CLASSES), 0.01)
+    )
+
+
+def t5x(logits: jax.Array, rows: jax.Array, z_loss: float = 1e-2) -> jax.Array:
+    """As ``cross_entropy_with_logits`` of T5X, without its derivative."""
+    most = logits.max(-1, keepdims=True)
+    exponentials = jnp.exp(logits - most)
+    total = jnp.sum(exponentials, -1, keepdims=True)
+    loss = -jnp.sum(rows * (logits - most - jnp.log(total)), -1)
+    return loss + z_loss * jax.lax.square(jnp.squeeze(jnp.log(total) + most, -1))
+
+
 HEADS_OF_LOSSES: dict[str, Function] = {
+    "smoothed rows": lambda h, w, b, t: -jnp.sum(smoothed_rows(t) * jax.nn.log_softmax(h @ w.T), -1).mean(),
+    "smoothed rows in an einsum": lambda h, w, b, t: jnp.einsum(
+        "btv,btv->bt", (1 - smoothed_rows(t)) - 1, jax.nn.log_softmax(h @ w.T)
+    ).sum(),
+    "one-hot rows with z-loss": lambda h, w, b, t: t5x(h @ w.T, jax.nn.one_hot(t, CLASSES)).mean(),
+    "smoothed rows of t5x": lambda h, w, b, t: t5x(h @ w.T + b, t5x_rows(t)).sum(),
+    "one-hot rows of logits": lambda h, w, b, t: (
+        lambda x: jax.nn.logsumexp(x, -1) - jnp.einsum("btv,btv->bt", x, jax.nn.one_hot(t, CLASSES))
+    )(h @ w.T).mean(),
     "smoothed": lambda h, w, b, t: smoothed(h @ w.T, t),
     "smoothed by a sum": lambda h, w, b, t: smoothed_by_a_sum(h @ w.T, t),
     "z-loss": lambda h, w, b, t: (lambda x: of_optax(x, t) + 1e-2 * jax.nn.logsumexp(x, -1) ** 2)(h @ w.T).mean(),
@@ -253,24 +283,17 @@ def test_a_slice_of_other_rows_is_none_of_the_heads(rows: tuple[int, ...], part:
     lambda x, t: (lambda logp, a: -0.9 * a - 0.2 * logp.mean(-1))(*logp_at(x, t)),
     lambda x, t: -0.9 * at(x, t) - 0.1 * x.mean(-1) + jax.nn.logsumexp(x, -1) + 0.1 * x.max(-1),
     lambda x, t: (jax.nn.one_hot(t, CLASSES) * x).sum(-1),
+    lambda x, t: -((jax.nn.one_hot(t, CLASSES) * 0.9 + 0.1) * jax.nn.log_softmax(x)).sum(-1),
+    lambda x, t: jax.nn.logsumexp(x, -1) - 2 * (jax.nn.one_hot(t, CLASSES) * x).sum(-1),
+    lambda x, t: jax.nn.logsumexp(x, -1) - (jax.nn.one_hot(t, CLASSES) * jnp.tanh(x)).sum(-1),
 ])  # fmt: skip
 def test_what_is_nearly_a_loss_stays(function: Function) -> None:
-    """A bound, weights that are not one together, a maximum, and logits without a softmax."""
+    """A bound, weights that are not one together, a maximum, logits without a softmax, and other ones."""
     found = cute_ops_jax.fuse.report(function, LOGITS, TARGET).replaced
     attrs = [entry.becomes for entry in found]
     got, want = cute_ops_jax.fuse(function)(LOGITS, TARGET), function(LOGITS, TARGET)
     np.testing.assert_allclose(got, want, rtol=2e-5, atol=5e-6)
     assert "linear_cross_entropy" not in attrs
-
-
-def test_a_class_that_there_is_not_has_no_one() -> None:
-    """Its row has neither a loss nor a gradient."""
-    wrong = TARGET.at[0, 1].set(-100).at[1, 2].set(CLASSES)
-    loss = lambda h, w: one_hot(h @ w.T, wrong)  # noqa: E731
-    assert np.isfinite(loss(HIDDEN, WEIGHT))
-    results = [jax.value_and_grad(f, (0, 1))(HIDDEN, WEIGHT) for f in (loss, cute_ops_jax.fuse(loss))]
-    for a, b in zip(*map(jax.tree.leaves, results), strict=True):
-        np.testing.assert_allclose(b, a, rtol=2e-5, atol=5e-6)
 
 
 def test_logits_that_something_else_reads_are_computed_once() -> None:
@@ -292,22 +315,71 @@ def test_no_logits_are_held() -> None:
     assert f"{rows}x{classes}" not in compiled
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("head", [False, True])
-def test_targets_that_are_no_class(head: bool) -> None:
-    """NaN, as of the program's gather; without an effect where a mask leaves the row out."""
-    wrong = TARGET.at[0, 1].set(CLASSES + 3)
-    function: Function = LOSSES["log softmax"]
-    args = (HIDDEN, WEIGHT) if head else (LOGITS,)
-    loss = (lambda h, w, t: function(h @ w.T, t)) if head else function
-    got, want = cute_ops_jax.fuse(loss)(*args, wrong), loss(*args, wrong)
-    np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
-    masked = lambda *a: jnp.where(a[-1] < CLASSES, loss(*a), 0).sum()  # noqa: E731
-    times_mask = lambda *a: (loss(*a) * (a[-1] < CLASSES)).sum()  # noqa: E731 - XLA makes a select of it
-    for reduced in (masked, *[jax.jit(times_mask)] * head, lambda *a: jnp.nansum(loss(*a)[1])):
-        got = jax.value_and_grad(cute_ops_jax.fuse(reduced))(*args, wrong)
-        for a, b in zip(got, jax.value_and_grad(reduced)(*args, wrong), strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+OF_ROWS: dict[str, Function] = {
+    "optax": of_optax,
+    "log softmax": lambda x, t: -at(jax.nn.log_softmax(x), t),
+    "nearest class": lambda x, t: -jnp.take_along_axis(jax.nn.log_softmax(x), t[..., None], -1, mode="clip")[..., 0],
+    "rows by number": lambda x, t: -jax.nn.log_softmax(x)[jnp.arange(B)[:, None], jnp.arange(T)[None], t],
+    "one-hot": lambda x, t: -(jax.nn.one_hot(t, CLASSES) * jax.nn.log_softmax(x)).sum(-1),
+    "smoothed rows": lambda x, t: -jnp.sum(smoothed_rows(t) * jax.nn.log_softmax(x), -1),
+    "one-hot with z-loss": lambda x, t: t5x(x, jax.nn.one_hot(t, CLASSES)),
+    "smoothed rows of t5x": lambda x, t: t5x(x, t5x_rows(t)),
+    "one-hot rows of logits": lambda x, t: jax.nn.logsumexp(x, -1) - jnp.sum(x * jax.nn.one_hot(t, CLASSES), -1),
+    "smoothed": lambda x, t: (lambda logp, a: -0.9 * a - 0.1 * logp.mean(-1))(*logp_at(x, t)),
+}
+REDUCED: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
+    "mean": lambda each, t: each.mean(),
+    "mask": lambda each, t: jnp.where((t >= 0) & (t < CLASSES), each, 0).sum(),
+    "sum without NaN": lambda each, t: jnp.nansum(each),
+}
+
+
+@pytest.mark.drawn(0.25)
+@pytest.mark.parametrize("name", OF_ROWS)
+@pytest.mark.parametrize("reduced", REDUCED)
+def test_targets_that_are_no_class(name: str, reduced: str) -> None:
+    """Losses and gradients are those of the program's gather or one-hot rows, of logits and of heads."""
+    rng = np.random.default_rng([len(name), len(reduced)])
+    target = jnp.asarray(rng.choice([-100, -CLASSES - 1, -1, 0, 3, CLASSES - 1, CLASSES, 1000], (B, T)), jnp.int32)
+    for head in (False, True):
+        args = (HIDDEN, WEIGHT) if head else (LOGITS, jnp.eye(CLASSES))
+
+        def total(h: jax.Array, w: jax.Array) -> jax.Array:
+            logits = h @ w.T if head else h  # noqa: B023
+            return REDUCED[reduced](OF_ROWS[name](logits, target), target)
+
+        found = [entry.becomes for entry in cute_ops_jax.fuse.report(total, *args).replaced]
+        assert ("linear_cross_entropy" if head else "cross_entropy") in found
+        want, got = (jax.jit(jax.value_and_grad(f, (0, 1)))(*args) for f in (total, cute_ops_jax.fuse(total)))
+        for a, b in zip(*map(jax.tree.leaves, (want, got)), strict=True):
+            np.testing.assert_allclose(b, a, rtol=2e-5, atol=5e-6, err_msg=str(target))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint32"])
+def test_labels_of_any_integers(dtype: str) -> None:
+    """Also where their dtype does not hold the number of classes."""
+    target = TARGET.astype(dtype)
+    check(lambda h, w: one_hot(h @ w.T, target), ["linear_cross_entropy"], HIDDEN, WEIGHT)
+    wide = jnp.tile(WEIGHT, (40, 1)) * 0.1
+    picks = lambda h, w: -jnp.take_along_axis(jax.nn.log_softmax(h @ w.T), target[..., None], -1, mode="clip")  # noqa: E731
+    check(picks, ["linear_cross_entropy"], HIDDEN, wide)
+
+
+def test_one_hot_rows_of_more_classes_than_a_dtype_counts() -> None:
+    """Places of 320 classes in int8 repeat, so a row has several ones: it is no loss of ours."""
+    wide, target = jnp.tile(WEIGHT, (40, 1)) * 0.1, TARGET.astype("int8")
+    loss = lambda h, w: -(jax.nn.one_hot(target, 320) * jax.nn.log_softmax(h @ w.T)).sum()  # noqa: E731
+    assert loss(HIDDEN, wide) > 8 * -jax.nn.log_softmax(HIDDEN @ wide.T)[0, 0, 1]
+    np.testing.assert_allclose(cute_ops_jax.fuse(loss)(HIDDEN, wide), loss(HIDDEN, wide), rtol=1e-5)
+
+
+def test_an_example_without_a_class_leaves_the_others_as_they_are() -> None:
+    target = TARGET.at[0, 1].set(CLASSES)
+    loss = lambda h, t: of_optax(h @ WEIGHT.T, t).sum()  # noqa: E731
+    for each in (loss, lambda h, t: jax.checkpoint(loss)(h, t)):
+        results = [jax.vmap(jax.value_and_grad(f))(HIDDEN, target) for f in (each, cute_ops_jax.fuse(each))]
+        for a, b in zip(*map(jax.tree.leaves, results), strict=True):
+            np.testing.assert_allclose(b, a, rtol=2e-5, atol=5e-6)
 
 
 def test_a_negative_index_counts_from_the_end() -> None:

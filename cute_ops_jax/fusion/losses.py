@@ -1,0 +1,132 @@
+"""What runs in place of a cross entropy, and what it gives for targets that are no class.
+
+For such a target our ops give NaN and no gradient, where JAX's gathers and one-hot rows give numbers and gradients in
+ways of their own. So our op runs if all rows have a class or are masked; else JAX computes the losses, some rows at a
+time. Which of the two is chosen when the program runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from cute_ops.composite.chunks import ENOUGH, rows_per_chunk
+from cute_ops.ops.reduction.cross_entropy import cross_entropy, shaped
+from cute_ops_jax.composite.losses import linear_cross_entropy
+from cute_ops_jax.primitive.function import register
+
+
+def loss(logits: Any, target: Any, *, sign: float, outside: str, of: str, **attrs: float) -> Any:
+    """The loss of each row of logits, times ``sign``.
+
+    Args:
+        outside: what stands for the target's logit, or the logarithm of its probability, if it is no class. ``clip``:
+            that of the nearest class. ``promised``: the same number without a gradient. ``nan``, ``zero``: the number.
+        of: which of the two, ``logit`` or ``log_prob``.
+    """
+    target, known = _classes(target, logits.shape[-1], outside)
+
+    def ours(logits: Any, target: Any) -> Any:
+        return register(cross_entropy)(logits, _ignored(target, known), ignore_index=-1, reduction="none", **attrs)
+
+    def careful(logits: Any, target: Any) -> Any:
+        return _of_rows(logits, target, outside, of, **attrs)
+
+    return sign * _chosen(None if _are_ignored(outside, of, attrs) else known, ours, careful, (logits, target))
+
+
+def linear_loss(
+    hidden: Any, weight: Any, target: Any, *, bias: Any = None, mask: Any = None, sign: float, outside: str,
+    of: str, transposed: bool, total: bool, sliced: Sequence[tuple[int, ...]] = (), **attrs: float,
+) -> Any:  # fmt: skip
+    """The loss of a linear head, times ``sign``; ``total``: the sum over the rows, of which ``mask`` has some."""
+    for axis, start, stop, step in sliced:
+        hidden = jax.lax.slice_in_dim(hidden, start, stop, step, axis)
+    weight = weight.T if transposed else weight
+    target, known = _classes(target, weight.shape[0], outside)
+
+    def ours(hidden: Any, weight: Any, bias: Any, target: Any, mask: Any) -> Any:
+        options = {"ignore_index": -1, "reduction": "sum" if total else "none", **attrs}
+        return linear_cross_entropy(hidden, weight, _ignored(_ignored(target, known), mask), bias, **options)
+
+    def careful(hidden: Any, weight: Any, bias: Any, target: Any, mask: Any) -> Any:
+        @jax.checkpoint
+        def of_row(given: Any) -> Any:
+            row, at = given
+            logits = row @ weight.T
+            return _of_rows(logits if bias is None else logits + bias, at, outside, of, **attrs)
+
+        rows, k = hidden.reshape(-1, hidden.shape[-1]), hidden.shape[-1]
+        size = rows_per_chunk(rows.shape[0], k, weight.shape[0], hidden.dtype.itemsize, ENOUGH)
+        losses = jax.lax.map(of_row, (rows, target.reshape(-1)), batch_size=size).reshape(target.shape)
+        return jnp.sum(losses if mask is None else jnp.where(mask, losses, 0)) if total else losses
+
+    fine = None if known is None or _are_ignored(outside, of, attrs) else known if mask is None else known | ~mask
+    return sign * _chosen(fine, ours, careful, (hidden, weight, bias, target, mask))
+
+
+def picked(x: Any, index: Any, outside: str) -> Any:
+    """The element of each row of x at an index, ``[*rows, 1]``; one that is negative is none."""
+    index, known = _classes(index, x.shape[-1], outside)
+    return _picked(x, index, known, outside)
+
+
+def _classes(target: Any, n: int, outside: str) -> tuple[Any, Any]:
+    """The targets, -1 or n for each that is no class, and a mask of those that are; None where all are."""
+    if target.dtype.itemsize < 4:  # n may be more than its dtype holds
+        target = target.astype("int32")
+    wide = "int64" if target.dtype.itemsize > 4 else "int32"
+    if outside == "clip":
+        return jnp.clip(target, 0, n - 1).astype(wide), None
+    below, above = target < 0, target >= n
+    return jnp.where(below, -1, jnp.where(above, n, target.astype(wide))), ~(below | above)
+
+
+def _ignored(target: Any, kept: Any) -> Any:
+    """The targets, of which our op ignores those that are not kept."""
+    return target if kept is None else jnp.where(kept, target, -1)
+
+
+def _are_ignored(outside: str, of: str, attrs: dict[str, float]) -> bool:
+    """Whether a row of no class has neither a loss nor a gradient."""
+    return (outside, of) == ("zero", "log_prob") and not (attrs["label_smoothing"] or attrs["z_loss"])
+
+
+def _chosen(fine: Any, ours: Callable[..., Any], careful: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
+    """What our op gives if all rows are fine, else what JAX computes."""
+    return ours(*operands) if fine is None else jax.lax.cond(_all(fine), ours, careful, *operands)
+
+
+@jax.custom_batching.custom_vmap
+def _all(fine: Any) -> Any:
+    return jnp.all(fine)
+
+
+@_all.def_vmap
+def _all_examples(size: int, batched: Sequence[bool], fine: Any) -> tuple[Any, bool]:
+    """One answer for all examples, so that ``vmap`` computes one branch."""
+    return _all(fine), False
+
+
+def _of_rows(
+    logits: Any, target: Any, outside: str, of: str, *, label_smoothing: float, z_loss: float, softcap: float = 0.0,
+    logit_scale: float = 1.0,
+) -> Any:  # fmt: skip
+    x, _ = shaped(jnp, logits.astype(jnp.float32), softcap, logit_scale)
+    lse, known = jax.nn.logsumexp(x, -1), (target >= 0) & (target < x.shape[-1])
+    if of == "logit":
+        below = lse - _picked(x, target[..., None], known[..., None], outside)[..., 0]
+    else:
+        below = -_picked(x - lse[..., None], target[..., None], known[..., None], outside)[..., 0]
+    if label_smoothing:
+        below = (1 - label_smoothing) * below + label_smoothing * (lse - jnp.mean(x, -1))
+    return below + z_loss * lse * lse
+
+
+def _picked(x: Any, index: Any, known: Any, outside: str) -> Any:
+    at = jnp.take_along_axis(x, jnp.clip(index, 0, x.shape[-1] - 1), -1)
+    unknown: Any = {"nan": jnp.nan, "promised": jax.lax.stop_gradient(at)}.get(outside, 0)
+    return at if known is None else jnp.where(known, at, unknown)
