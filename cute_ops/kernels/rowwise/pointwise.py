@@ -135,6 +135,10 @@ class Pointwise:
         key = self.keys[piece.name]
         return key.align if self.one_row else start_of(key, piece, self.n)
 
+    def rounded(self, x, dtype):
+        """An fp32 vector rounded to a fragment of an output's dtype."""
+        return narrow(x, dtype, self.vec)
+
     @cute.jit
     def __call__(self, inputs, outputs, stream):
         if const_expr(self.shifted is not None):
@@ -196,7 +200,7 @@ class Pointwise:
             for mX, piece, rX in zip(outputs, self.outputs, results):
                 tXgX = self._vector(mX, piece, n, row, segment, lane)
                 copy = self._lane(CopyR2GOp(), mX.element_type, lane, store_cache_mode=StoreCacheMode.STREAMING)
-                store_vector(copy, narrow(rX.load(), mX.element_type, self.vec), tXgX, here)
+                store_vector(copy, self.rounded(rX.load(), mX.element_type), tXgX, here)
 
     def _own_row(self, inputs, rows, row):
         """From a piece to the row of it that a row reads; of a shared one that is an example's."""
@@ -327,7 +331,7 @@ class Pointwise:
 
     def _store(self, rX, mX, piece, n, coord):
         row, first, left = coord
-        rOut = narrow(rX.load(), mX.element_type, self.vec)
+        rOut = self.rounded(rX.load(), mX.element_type)
         address = self._address(mX, piece, n, row, first)
         if self.whole:
             store_if(left > 0, rOut, address, True)
