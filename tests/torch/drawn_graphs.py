@@ -294,6 +294,8 @@ class DrawnGraph:
         self.autocast, self.checkpointed, self.exact = (rng.random() < share for share in (0.2, 0.2, 0.3))
         self.dtype = torch.bfloat16 if not self.autocast and rng.random() < 0.3 else torch.float32
         self.dynamic = rng.random() < 0.35
+        if self.autocast or self.dtype != torch.float32:  # a jump is another value where a sum is rounded otherwise
+            self.steps = [s for s in self.steps if s not in JUMPS] or ["alias"]
         if self.checkpointed:  # what is computed again must not write to a state
             self.steps = [s for s in self.steps if "state" not in s and s not in ("running", "recomputed")] or ["alias"]
         if self.dynamic:
@@ -334,27 +336,33 @@ class DrawnGraph:
             torch.manual_seed(self.seed)
             outs = run(*given)
             leaves = [t for t in given if t.requires_grad]
-            total = sum((out.float() * (0.5 + i + out.detach().float().cos())).sum() for i, out in enumerate(outs))
+            total = sum((out.float() * (0.5 + i + _pattern(out))).sum() for i, out in enumerate(outs))
             wanted = isinstance(total, Tensor) and total.requires_grad
             gradients = torch.autograd.grad(total, leaves, allow_unused=True) if wanted else ()
             found += [t.detach() for t in outs] + [given[-1]]
-            found += [torch.zeros(()) if g is None else g for g in gradients]
+            zeros = zip(gradients, leaves, strict=False)
+            found += [torch.zeros_like(leaf) if g is None else g for g, leaf in zeros]
         return found
 
     @property
     def rounds(self) -> bool:
         """Whether values are rounded to 16 bits in it."""
-        return self.autocast or self.dtype != torch.float32 or not {*CASTS, *JUMPS}.isdisjoint(self.steps)
+        return self.autocast or self.dtype != torch.float32 or not {*CASTS}.isdisjoint(self.steps)
 
     @property
     def jumps(self) -> bool:
         """Whether a graph of float32 values has other values than one that rounds them in other places."""
-        return not {*JUMPS, *RANDOM}.isdisjoint(self.steps)
+        return self.rounds and not {*JUMPS, *RANDOM}.isdisjoint(self.steps)
 
     def __repr__(self) -> str:
         options = ("autocast", "checkpointed", "exact", "dynamic", "views", "after")
         how = [name for name in options if getattr(self, name)]
         return f"graph {self.seed} of {self.dtype} ({', '.join(how) or 'plain'}): {', '.join(self.steps)}"
+
+
+def _pattern(like: Tensor) -> Tensor:
+    """Numbers of this shape."""
+    return (torch.arange(like.numel()) * 0.7).cos().view(like.shape)
 
 
 def both_passes(module: torch.fx.GraphModule, inputs: Any) -> Any:
