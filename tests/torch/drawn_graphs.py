@@ -51,7 +51,7 @@ def _alias(p: Pool) -> Tensor:
 def _written_after_a_norm(p: Pool) -> Tensor:
     made = p.x + p.y
     normed = F.layer_norm(made, (N,), p.r)
-    made[..., :H] = normed[..., H:]
+    made[..., : N // 2] = normed[..., N // 2 :]
     return made * normed
 
 
@@ -147,13 +147,13 @@ def _embedded(p: Pool) -> Tensor:
 
 
 def _autocast(p: Pool) -> Tensor:
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(p.x.device.type, torch.bfloat16):
         made = F.gelu(F.linear(F.layer_norm(p.x.float(), (N,)), p.m.float()))
     return p.x + made.to(p.x.dtype)
 
 
 def _without_autocast(p: Pool) -> Tensor:
-    with torch.autocast("cpu", enabled=False):
+    with torch.autocast(p.x.device.type, enabled=False):
         return F.rms_norm(p.x.float(), (N,), p.r.float()).to(p.x.dtype) * p.y
 
 
@@ -227,9 +227,9 @@ GRAPH_STEPS: dict[str, Callable[[Pool], Tensor]] = {
     "expanded": lambda p: p.x * p.y[:, :1].expand(p.x.shape),
     "repeated": lambda p: p.x + p.y[:1].repeat(p.x.shape[0], 1, 1),
     "halves exchanged": lambda p: torch.cat(tuple(reversed(p.x.chunk(2, -1))), -1) * p.r,
-    "parts": lambda p: torch.cat([F.silu(t) for t in p.x.split([4, 4, 8], -1)], -1),
+    "parts": lambda p: torch.cat([F.silu(t) for t in p.x.split([N // 4, N // 4, N // 2], -1)], -1),
     "stacked": lambda p: torch.stack([F.rms_norm(t, (N,), p.r) for t in p.x.unbind(0)]),
-    "groups": lambda p: F.rms_norm(p.x.unflatten(-1, (2, H)), (H,), p.r[:H]).flip(-2).flatten(-2),
+    "groups": lambda p: F.rms_norm(p.x.reshape(*p.x.shape[:-1], -1, H), (H,), p.r[:H]).flip(-2).flatten(-2),
     "turned": lambda p: (p.x.permute(2, 0, 1).contiguous() * 2).permute(1, 2, 0) + p.y,
     "rows turned": lambda p: F.layer_norm(p.x.transpose(0, 1), (N,), p.r).transpose(0, 1),
     "columns turned": lambda p: torch.softmax(p.x.transpose(1, 2), -1).transpose(1, 2),
@@ -237,7 +237,7 @@ GRAPH_STEPS: dict[str, Callable[[Pool], Tensor]] = {
     "whole": lambda p: p.x.flatten().sin().view(p.x.shape) * p.c,
     "pairs": lambda p: _as(p.x, torch.stack((-p.x[..., 1::2], p.x[..., ::2]), -1).flatten(-2)) * p.r + p.x,
     "complex": lambda p: _as(p.x, torch.view_as_real(
-        torch.view_as_complex(p.x.float().unflatten(-1, (-1, 2))) * torch.polar(torch.ones(H), p.r[:H].float()))),
+        torch.view_as_complex(p.x.float().reshape(*p.x.shape[:-1], -1, 2)) * torch.polar(torch.ones(N // 2), p.r[: N // 2].float()))),
     "double": lambda p: F.layer_norm(p.x.double(), (N,)).to(p.x.dtype) + p.r,
     "integers": lambda p: p.x + (p.y * 3).round().to(torch.int32).to(p.x.dtype),
     "floor": lambda p: p.x * (p.y.bfloat16() * 4).floor().to(p.x.dtype),
@@ -315,15 +315,15 @@ class DrawnGraph:
         return (*outs, outs[-1].view(-1, N), outs[0].transpose(0, 1)) if self.views else outs
 
     def __call__(self, *given: Tensor) -> Any:
-        with torch.autocast("cpu", torch.bfloat16) if self.autocast else nullcontext():
+        with torch.autocast(given[0].device.type, torch.bfloat16) if self.autocast else nullcontext():
             return checkpoint(self.body, *given, use_reentrant=False) if self.checkpointed else self.body(*given)
 
     def inputs(self, b: int, s: int, dtype: torch.dtype | None = None) -> list[Tensor]:
         generator = torch.Generator().manual_seed(self.seed)
 
         def draw(k: int, *shape: int, scale: float = 1.0) -> Tensor:
-            made = (torch.randn(shape, generator=generator) * scale).to(self.dtype).to(dtype or self.dtype)
-            return made.requires_grad_(self.trained[k])
+            made = (torch.randn(shape, generator=generator, device="cpu") * scale).to(self.dtype).to(dtype or self.dtype)
+            return made.to(torch.get_default_device()).requires_grad_(self.trained[k])
 
         tiles = [draw(0, b, s, N), draw(1, b, s, N), draw(2, 3, N), draw(3, b, s, 1), draw(4, 2, N, N, scale=N**-0.5)]
         return [*tiles, torch.zeros(N, dtype=dtype or self.dtype)]
