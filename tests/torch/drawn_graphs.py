@@ -322,8 +322,9 @@ class DrawnGraph:
         generator = torch.Generator().manual_seed(self.seed)
 
         def draw(k: int, *shape: int, scale: float = 1.0) -> Tensor:
-            made = (torch.randn(shape, generator=generator, device="cpu") * scale).to(self.dtype).to(dtype or self.dtype)
-            return made.to(torch.get_default_device()).requires_grad_(self.trained[k])
+            made = (torch.randn(shape, generator=generator, device="cpu") * scale).to(self.dtype)
+            made = made.to(torch.get_default_device(), dtype or self.dtype)
+            return made.requires_grad_(self.trained[k])
 
         tiles = [draw(0, b, s, N), draw(1, b, s, N), draw(2, 3, N), draw(3, b, s, 1), draw(4, 2, N, N, scale=N**-0.5)]
         return [*tiles, torch.zeros(N, dtype=dtype or self.dtype)]
