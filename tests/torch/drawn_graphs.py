@@ -107,6 +107,11 @@ def _rotate(t: Tensor, angle: Tensor) -> Tensor:
     return t * angle.cos() + torch.cat((-high, low), -1) * angle.sin()
 
 
+def _turned(x: Tensor, angle: Tensor) -> Tensor:
+    pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
+    return torch.view_as_real(pairs * torch.polar(torch.ones(N // 2), angle))
+
+
 def _attention(p: Pool) -> Tensor:
     q, k, v = _heads(p)
     angle = torch.arange(p.x.shape[1], dtype=torch.float32)[:, None] * p.r[:H].detach().float()
@@ -236,8 +241,7 @@ GRAPH_STEPS: dict[str, Callable[[Pool], Tensor]] = {
     "flat": lambda p: F.gelu(F.linear(p.x.reshape(-1, N), p.m, p.r)).view(p.x.shape),
     "whole": lambda p: p.x.flatten().sin().view(p.x.shape) * p.c,
     "pairs": lambda p: _as(p.x, torch.stack((-p.x[..., 1::2], p.x[..., ::2]), -1).flatten(-2)) * p.r + p.x,
-    "complex": lambda p: _as(p.x, torch.view_as_real(
-        torch.view_as_complex(p.x.float().reshape(*p.x.shape[:-1], -1, 2)) * torch.polar(torch.ones(N // 2), p.r[: N // 2].float()))),
+    "complex": lambda p: _as(p.x, _turned(p.x.float(), p.r[: N // 2].float())),
     "double": lambda p: F.layer_norm(p.x.double(), (N,)).to(p.x.dtype) + p.r,
     "integers": lambda p: p.x + (p.y * 3).round().to(torch.int32).to(p.x.dtype),
     "floor": lambda p: p.x * (p.y.bfloat16() * 4).floor().to(p.x.dtype),
