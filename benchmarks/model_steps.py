@@ -168,10 +168,10 @@ SHAPES = {
     ),
     "Mamba-2": Shape(
         "Mamba2ForCausalLM",
-        {"hidden_size": 1024, "num_heads": 32, "head_dim": 64, "state_size": 128, "n_groups": 1, "num_hidden_layers": 4,
+        {"hidden_size": 2048, "num_heads": 64, "head_dim": 64, "state_size": 128, "n_groups": 1, "num_hidden_layers": 4,
          "vocab_size": 50288, "use_cache": False},
         {"hidden_size": 32, "num_heads": 4, "head_dim": 16, "state_size": 16, "vocab_size": 128, "chunk_size": 16,
-         "num_hidden_layers": 2}, 1, 1024, causal,
+         "num_hidden_layers": 2}, 2, 2048, causal,
     ),
     "Qwen3-MoE": Shape(
         "Qwen3MoeForCausalLM",

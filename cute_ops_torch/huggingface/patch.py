@@ -42,6 +42,7 @@ from cute_ops_torch.huggingface.meaning import replacement_of
 from cute_ops_torch.huggingface.packed_weights import pack
 from cute_ops_torch.huggingface.report import Patched, Replaced, describe
 from cute_ops_torch.huggingface.shared_input import SHARED
+from cute_ops_torch.huggingface.state_space import CONVOLUTION, SCAN
 from cute_ops_torch.huggingface.sums import SUMS
 from cute_ops_torch.huggingface.unreplaced import UNWANTED, find_left, is_causal
 
@@ -52,14 +53,14 @@ _REPLACEMENTS = (
     *decoder.REPLACEMENTS, *plain_mlp.REPLACEMENTS, *t5_mlp.REPLACEMENTS, *activated_norm.REPLACEMENTS,
     *patches.REPLACEMENTS, *experts.REPLACEMENTS,
 )  # fmt: skip
-_OF_ALL = (ATTENTION, MASKS, EAGER_ATTENTION, BALANCE, activated_norm.ACTIVATED)
+_OF_ALL = (ATTENTION, MASKS, EAGER_ATTENTION, BALANCE, CONVOLUTION, SCAN, activated_norm.ACTIVATED)
 _WHOLE = Replacement("", lambda module, model: module is model, traced.settling)
 _OF_FUNCTIONS = (*_OF_ALL, *SUMS, SHARED, _WHOLE)
 # The ops that modules run.
 RUN = frozenset({
-    "add_layernorm", "add_rmsnorm", "attention", "attention_mask", "cross_entropy", "embedding", "expert_balance",
-    "fused", "geglu", "gelu", "gelu_mul", "group_norm", "layernorm", "linear", "linear_cross_entropy", "mlp",
-    "permute_tokens", "relu2", "rmsnorm", "rope", "silu_mul", "softmax", "swiglu",
+    "add_layernorm", "add_rmsnorm", "attention", "attention_mask", "causal_conv1d", "cross_entropy", "embedding",
+    "expert_balance", "fused", "geglu", "gelu", "gelu_mul", "group_norm", "layernorm", "linear",
+    "linear_cross_entropy", "mlp", "permute_tokens", "relu2", "rmsnorm", "rope", "silu_mul", "softmax", "swiglu",
 })  # fmt: skip
 
 
