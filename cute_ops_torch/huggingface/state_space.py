@@ -122,7 +122,7 @@ def _agree(function: Any, ours: Any, given: Sequence[Any], options: Any, leaves:
         with torch.enable_grad(), torch.autocast("cpu", enabled=False):
             found = [run(*given, **options) for run in (function, ours)]
             outputs = [out if isinstance(out, tuple) else (out,) for out in found]
-            slopes = [torch.autograd.grad(sum(o.sin().sum() for o in each), leaves) for each in outputs]  # type: ignore
+            slopes = [torch.autograd.grad(sum(o.sin().sum() for o in each), leaves) for each in outputs]
     except Exception:  # it takes other arguments
         return False
     pairs = [*zip(*outputs, strict=True), *zip(*slopes, strict=True)]
