@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 from cute_ops.declaration.config import KernelConfig
 
 
-@dataclass(frozen=True)
 class GroupConfig(KernelConfig):
     """How groups of channels spread over threads and CTAs.
 
