@@ -203,7 +203,17 @@ class Registered:
         if "inplace_backward" in self.op.options:
             nodes = Nodes(self.op, lambda step: self.beside(step).overwriting)
             inplace = make_inplace(self.op, self.overload, self.launcher, nodes)
-        return make_function(self.op, self.overload, self.fast_path, inplace=inplace, devices=self._devices)
+        return make_function(
+            self.op, self.overload, self.fast_path, inplace=inplace, finished=self._finished(), devices=self._devices
+        )
+
+    def _finished(self) -> Callable[..., Any] | None:
+        if self.op.finish is None:
+            return None
+        from cute_ops.composite.finished import FINISHED  # when such a function is first used
+
+        whole = FINISHED.get(self.op)
+        return define(whole, self.overload.namespace).raw if whole else None
 
     def plan(self, tensors: Sequence[Any], attrs: Sequence[Any]) -> CompiledCall | None:
         """The planned call; None where kernels do not take the tensors."""

@@ -32,7 +32,7 @@ _MISSING = ...  # which torch.compile knows, too
 
 def make_function(
     op: Op, overload: Call, fast_path: FastPath | ListCalls, *, raw: bool = False, inplace: Call | None = None,
-    devices: tuple[str, ...] = ("cuda",),
+    finished: Call | None = None, devices: tuple[str, ...] = ("cuda",),
 ) -> Call:  # fmt: skip
     """``cute_ops_torch.<op>``, by the registered op or past the dispatcher.
 
@@ -41,6 +41,7 @@ def make_function(
         raw: return what the raw op returns: also hidden outputs, and an empty tensor for an absent one.
         inplace: the raw function with a gradient that overwrites the inputs that it reuses, for the option
             ``inplace_backward``.
+        finished: the raw function of a composite whose first output is the op's, finished by its options' defaults.
         devices: whose tensors its kernels take, or its program; tests run stand-ins on the CPU.
     """
 
@@ -75,7 +76,7 @@ def make_function(
         "_exact": EXACT, "_get": fast_path.table.get, "_overload": overload, "_specialize": specialize,
     }  # fmt: skip
     header = parameters(op) if raw else f"{parameters(op, options=True, required='=_missing')}, **_others"
-    arguments, before = ", ".join((*op.inputs, *op.keywords)), ""
+    arguments, before, first = ", ".join((*op.inputs, *op.keywords)), "", next(iter(op.inputs))
     returned = "_out" if op.outputs else "None"
     if not raw and (op.options or any(t.given or t.same_as or t.hidden for t in op.outputs.values())):
         values["_postprocess"] = postprocessing(op)
@@ -85,6 +86,11 @@ def make_function(
         values["_flag"] = partial(_flag, op)
         test = "inplace_backward is not False and _flag(inplace_backward)"
         before = f"if {test}:\n            _out = _inplace({arguments})\n        el"
+    if not raw and finished is not None:
+        values |= {"_finished": finished, "_observed": _observed}
+        defaults = [f"{name} {'is' if default is False else '=='} {default!r}" for name, default in op.options.items()]
+        test = f"{' and '.join(defaults)} and type({first}) in _exact and not _observed()"
+        before = f"if {test}:\n            return _finished({arguments})[0]\n        {before}"
     if not raw and takes_out(op) and isinstance(fast_path, FastPath):
         values["_write"] = GivenOutputs(op, overload, fast_path.launcher, devices)
         before = f"if out is not None:\n            return _write(out, {arguments})\n        {before}"
@@ -93,7 +99,7 @@ def make_function(
         values |= {"_refuse": partial(_refuse, op), "_missing": _MISSING}
         before = f"if _more or _others:\n            _refuse(_more, _others)\n        {before}"
     make = codegen.maker(
-        codegen.FUNCTION, op.name, values, name=op.name, parameters=header, before=before, first=next(iter(op.inputs)),
+        codegen.FUNCTION, op.name, values, name=op.name, parameters=header, before=before, first=first,
         arguments=arguments, returned=returned,
     )  # fmt: skip
     function = make(**values)
@@ -118,6 +124,10 @@ def _check_attributes(op: Op, values: Iterable[Any]) -> None:
         if isinstance(value, int) and value.bit_length() > 63:
             problem = f"attribute `{name}` is {shown(value)}, expected a number of 64 bits."
             raise ValueError(message(op, problem)) from None
+
+
+def _observed() -> bool:
+    return torch.compiler.is_dynamo_compiling() or modes_active()
 
 
 def _flag(op: Op, value: Any) -> bool:

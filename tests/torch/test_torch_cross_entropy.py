@@ -13,7 +13,7 @@ from array_api_compat import torch as xp
 
 import cute_ops_torch
 from cute_ops import testing
-from cute_ops.composite import chunks
+from cute_ops.composite import chunks, finished
 from cute_ops.ops.reduction.cross_entropy import cross_entropy as declared
 from cute_ops_torch.library import row_chunks
 from cute_ops_torch.library.row_chunks import Chunks
@@ -177,6 +177,34 @@ def test_in_place_needs_no_second_buffer() -> None:
         assert least <= (torch.cuda.max_memory_allocated() - x.nbytes - before) / x.nbytes + 1 <= most
         assert (dlogits.data_ptr() == logits.data_ptr()) == inplace
         del logits, loss, dlogits
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_mean_is_two_kernels_forward_and_two_backward(device: str) -> None:
+    """Where one device has all rows and nothing observes the call; elsewhere the framework's functions follow ours."""
+    generator = torch.Generator().manual_seed(4)
+    for shape, ignored, dtype, attrs in (
+        ((6, 33), -100, torch.int64, {}), ((2, 3, 5), 3, torch.int32, {"label_smoothing": 0.1, "z_loss": 0.01}),
+        ((4, 7), 0, torch.int64, {"softcap": 2.0, "logit_scale": 0.5}), ((0, 9), -100, torch.int64, {}),
+    ):  # fmt: skip
+        target = torch.randint(shape[-1], shape[:-1], generator=generator).to(device, dtype)
+        target.flatten()[1:3] = ignored
+        for kept in (target, torch.full_like(target, ignored)):
+            logits = torch.randn(shape, generator=generator).to(device).requires_grad_()
+            call = partial(cute_ops_torch.cross_entropy, logits, kept, ignored, **attrs)
+            mean, rows = call(), call(reduction="none")
+            assert type(mean.grad_fn).__name__ == "cute_cross_entropy_meanBackward"
+            assert mean.dtype == torch.float32 and not mean.shape
+            expected = rows.double().sum() / (kept != ignored).sum()
+            torch.testing.assert_close(mean.double(), expected, rtol=4 * UNIT, atol=0, equal_nan=True)
+            found, wanted = (torch.autograd.grad(3 * loss, logits)[0] for loss in (mean, expected))
+            torch.testing.assert_close(found, wanted, rtol=8 * UNIT, atol=1e-12, equal_nan=True)
+            plain = partial(cute_ops_torch.cross_entropy, target=kept, ignore_index=ignored, **attrs)
+            observed = torch.func.grad(plain)(logits.detach())
+            torch.testing.assert_close(3 * observed, wanted, rtol=8 * UNIT, atol=1e-12, equal_nan=True)
+    ours = finished.cross_entropy_mean
+    ran = [op.name for program in (ours.program, ours.grad.program) for op in program.ops]
+    assert ran == ["cross_entropy", "kept_mean", "kept_mean", "cross_entropy_bwd"]
 
 
 def test_unknown_reduction() -> None:

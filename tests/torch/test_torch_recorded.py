@@ -98,6 +98,7 @@ CALLS: dict[str, tuple[Run, tuple[torch.Tensor, ...]]] = {
     p.name: (p.of(cute_ops_torch), tuple(map(torch.from_numpy, p.arrays((2, 3))))) for p in PRODUCTS
 } | {
     "embedding": (cute_ops_torch.embedding, (torch.arange(6), torch.randn(9, 8))),
+    "cross_entropy": (cute_ops_torch.cross_entropy, (torch.randn(2, 3, 20), torch.arange(6).view(2, 3))),
     "gated_mlp, again": (
         partial(cute_ops_torch.gated_mlp, save="none"), (torch.randn(3, 8), torch.randn(12, 8), torch.randn(8, 6)),
     ),

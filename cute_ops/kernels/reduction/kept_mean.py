@@ -15,7 +15,7 @@ THREADS, BATCH = 1024, 4
 
 
 class KeptMean:
-    """``out = sum(loss) / sum(target != ignore_index)``.
+    """``out = sum(loss) * factor / sum(target != ignore_index)``.
 
     Tile: one CTA of 1024 threads, of which each has every 1024th element, four in flight. That suffices: the losses of
     16384 rows are 64 KB. Targets are counted as integers.
@@ -27,11 +27,13 @@ class KeptMean:
         self.pdl = can_use_pdl(variant.arch)
 
     @cute.jit
-    def __call__(self, mTarget, mLoss, mOut, stream):
-        self.kernel(mTarget, mLoss, mOut).launch(grid=[1, 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=self.pdl)
+    def __call__(self, mTarget, mLoss, mFactor, mOut, stream):
+        self.kernel(mTarget, mLoss, mFactor, mOut).launch(
+            grid=[1, 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=self.pdl
+        )
 
     @cute.kernel
-    def kernel(self, mTarget, mLoss, mOut):
+    def kernel(self, mTarget, mLoss, mFactor, mOut):
         tidx = cute.arch.thread_idx()[0]
         smem = cutlass.utils.SmemAllocator()
         sCount = smem.allocate_tensor(Int32, cute.make_layout(WARP), byte_alignment=16)
@@ -61,6 +63,8 @@ class KeptMean:
             count, total = _over_lanes(sCount[lane]), _over_lanes(sTotal[lane])
             if lane == 0:
                 whole = Float32(1.0) if const_expr(mLoss is None) else total
+                if const_expr(mFactor is not None):
+                    whole = whole * gmem_elements(Float32, mFactor.iterator.toint(), 1)[0]
                 gOut = gmem_elements(Float32, mOut.iterator.toint(), 1)
                 gOut[0] = whole / Float32(count)
 

@@ -1,4 +1,4 @@
-"""The mean of losses over what is not ignored: declaration, reference maths, cases. Losses of a linear head call it."""
+"""The mean of losses over what is not ignored: declaration, reference maths, cases. Composites of losses call it."""
 
 from __future__ import annotations
 
@@ -9,22 +9,29 @@ from cute_ops.declaration.op import Op
 from cute_ops.declaration.tensor import Tensor
 
 CASES = (
-    Case("one-element", {"n": 1}),
-    Case("even", {"n": 8192}),
-    Case("odd-small", {"n": 7}, {"I": "int32"}, attrs={"ignore_index": 8}),
-    Case("odd", {"n": 4097}, attrs={"ignore_index": 3}),
-    Case("of-one", {"n": 1031}, attrs={"ignore_index": 5}, absent=("loss",)),
+    Case("one-element", {"n": 1}, absent=("factor",)),
+    Case("even", {"n": 8192}, absent=("factor",)),
+    Case("odd-small", {"n": 7}, {"I": "int32"}, attrs={"ignore_index": 8}, absent=("factor",)),
+    Case("odd", {"n": 4097}, attrs={"ignore_index": 3}, absent=("factor",)),
+    Case("of-one", {"n": 1031}, attrs={"ignore_index": 5}, absent=("loss", "factor")),
+    Case("of-a-factor", {"n": 1031}, attrs={"ignore_index": 5}, absent=("loss",)),
+    Case("times-a-factor", {"n": 300}),
 )
 
 
-def reference(xp: Any, target: Any, loss: Any = None, *, ignore_index: int) -> Any:
+def reference(xp: Any, target: Any, loss: Any = None, factor: Any = None, *, ignore_index: int) -> Any:
     kept = xp.astype(target != ignore_index, xp.float32)
-    return (1.0 if loss is None else xp.sum(loss)) / xp.sum(kept)
+    total = 1.0 if loss is None else xp.sum(loss)
+    return (total if factor is None else total * factor) / xp.sum(kept)
 
 
 kept_mean = Op(
     "kept_mean",
-    inputs={"target": Tensor("n", "I", upper_bound="n"), "loss": Tensor("n", "float32", optional=True)},
+    inputs={
+        "target": Tensor("n", "I", upper_bound="n"),
+        "loss": Tensor("n", "float32", optional=True),
+        "factor": Tensor("", "float32", optional=True),
+    },
     outputs={"out": Tensor("", "float32")},
     dtypes={"I": ("int64", "int32")},
     attrs={"ignore_index": -100},
@@ -35,13 +42,14 @@ kept_mean = Op(
     cases=CASES,
     doc="""The sum of losses, divided by how many of their targets are not ignored.
 
-    ``out = sum(loss) / sum(target != ignore_index)``
+    ``out = sum(loss) * factor / sum(target != ignore_index)``
 
     A loss is one small kernel instead of four: a comparison, two sums and a quotient.
 
     Args:
         target: ``I[n]``, int64 or int32.
-        loss: float32 ``[n]``, whose ignored elements are zero. None: ``1 / sum(...)``.
+        loss: float32 ``[n]``, whose ignored elements are zero. None: 1 in place of their sum.
+        factor: float32, a scalar: the cotangent of a mean. None: 1.
         ignore_index: a compile-time constant.
 
     Returns:
