@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 T = TypeVar("T", covariant=True)
 
 
-@dataclass(frozen=True)
-class Variable(Generic[T]):
+class Variable(NamedTuple, Generic[T]):
     """One environment variable.
 
     Attributes:

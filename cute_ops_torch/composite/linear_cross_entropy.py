@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,7 +22,6 @@ _library.define(
     "float label_smoothing=0.0, float z_loss=0.0, str reduction='mean', ScalarType? accum_dtype=None, "
     "float softcap=0.0, float logit_scale=1.0) -> Tensor"
 )
-_NAMES = [argument.name for argument in torch.ops.cute.linear_cross_entropy.default._schema.arguments]
 
 
 @checked
@@ -83,7 +83,12 @@ def loss_of_head(
 
 
 def _by_dispatcher(*given: Any) -> Tensor:
-    return linear_cross_entropy(**dict(zip(_NAMES, given, strict=False)))
+    return linear_cross_entropy(**dict(zip(_names(), given, strict=False)))
+
+
+@cache
+def _names() -> list[str]:
+    return [argument.name for argument in torch.ops.cute.linear_cross_entropy.default._schema.arguments]
 
 
 _library.impl("linear_cross_entropy", _by_dispatcher, "CompositeImplicitAutograd")

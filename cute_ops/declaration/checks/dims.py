@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 
 from cute_ops.declaration.fields import Declaration
 from cute_ops.declaration.tensor import Tensor
@@ -95,7 +96,7 @@ def _buckets(op: Declaration, known: set[str]) -> Iterator[str]:
     for name, sizes in (op.space.buckets if op.space else {}).items():
         if name not in known:
             yield f"buckets has {name!r}, which is no dim of a required input; there are {sorted(known)}"
-        if not sizes or list(sizes) != sorted(set(sizes)) or any(type(s) is not int or s < 1 for s in sizes):
+        if not sizes or not all(type(s) is int and before < s for before, s in pairwise((0, *sizes))):
             yield f"buckets of {name!r} must be rising sizes, (64, 512), got {sizes!r}"
 
 
