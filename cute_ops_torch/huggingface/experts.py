@@ -60,7 +60,7 @@ def _experts_of_rows(ends: Tensor, count: int) -> Tensor:
 
 def _gated(home: Any, experts: Any, rows: Tensor) -> Tensor:
     """The gate of experts: in one pass where it is the usual one, with an activation of ours."""
-    if getattr(experts._apply_gate, "__func__", None) is home._default_apply_gate and takes(rows):
+    if getattr(type(experts), "_apply_gate", None) is home._default_apply_gate and takes(rows):
         act = activation_of(experts.act_fn)
         if act == "silu":
             return functions.swiglu(rows)

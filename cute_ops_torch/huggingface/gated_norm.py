@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from cute_ops.declaration.op import Op
 from cute_ops.fusion.analyse import analyse
 from cute_ops.fusion.declare import declared
 from cute_ops_torch import registry
+from cute_ops_torch.composite import constant
 from cute_ops_torch.huggingface.bypass import declined, takes
 from cute_ops_torch.huggingface.match import Forward, Replacement, innermost, named_as
 from cute_ops_torch.huggingface.meaning import reads_more, state_of
@@ -69,7 +70,7 @@ def _replacement(module: nn.Module, n: int, state: Any) -> Replacement | None:
     except Exception as error:  # a forward may raise, or branch on what a trace does not know
         log.debug("%s is no function of rows: %s: %s", type(module).__name__, type(error).__name__, error)
         return None
-    functions = {each: (registry.define(made.op).function, made.operands) for each, made in found.items() if made}
+    functions = {each: (_function_of(made.op), made.operands) for each, made in found.items() if made}
     run = _running(functions, tuple((name.rpartition(".")[2], value) for name, value in state))
 
     def gated(self: Any, hidden_states: Tensor, gate: Any = None) -> Any:
@@ -82,7 +83,7 @@ def _running(functions: Mapping[torch.dtype, Any], checked: tuple[tuple[str, Any
     """Runs the op of a call's dtype; what the recognised module was not is left to the original."""
 
     def run(self: Any, x: Tensor, gate: Any) -> Any:
-        if torch.compiler.is_compiling() or type(gate) is not Tensor or gate.shape != x.shape:
+        if gate is None or gate.shape != x.shape or gate.dtype != x.dtype:
             return NotImplemented
         found = functions.get(x.dtype)
         if found is None or torch.is_autocast_enabled(x.device.type):
@@ -93,9 +94,14 @@ def _running(functions: Mapping[torch.dtype, Any], checked: tuple[tuple[str, Any
         same = all(getattr(self, key, None) == value for key, value in checked)
         if not same or any(t is None or t.dtype != x.dtype for t in given):
             return NotImplemented
-        return function(*given) if takes(*given) else declined(self, *given)
+        return function()(*given) if takes(*given) else declined(self, *given)
 
     return run
+
+
+def _function_of(op: Op) -> Callable[[], Callable[..., Any]]:
+    """What gives the function that runs an op, also while torch.compile traces."""
+    return constant.functions(lambda: op)
 
 
 def _named(ours: Any, original: Any) -> Forward:

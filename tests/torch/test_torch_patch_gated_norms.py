@@ -75,6 +75,25 @@ def test_a_norm_with_a_gate(kind: type[GateBefore], dtype: torch.dtype) -> None:
         torch.testing.assert_close(model[0](x), plain[0](x), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("kind", [GateBefore, GateAfter])
+def test_in_a_compiled_graph(kind: type[GateBefore]) -> None:
+    torch._dynamo.reset()
+    model, called = nn.Sequential(kind()), list[str]()
+    given = torch.randn(2, 5, 24), torch.randn(2, 5, 24)
+    wanted = outcome(model[0], *given)
+    cute_ops_torch.patch(model)
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        called.extend(str(node.target) for node in graph.graph.nodes if "cute." in str(node.target))
+        return graph.forward
+
+    run = torch.compile(model[0], backend=backend, fullgraph=True)
+    run.weight = model[0].weight
+    for got, want in zip(outcome(run, *given), wanted, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    assert len(called) == 1
+
+
 @pytest.mark.parametrize("kind", [NoGate, OfColumns])
 def test_other_functions_keep_their_forward(kind: type[GateBefore]) -> None:
     assert gated_norm.replacement_of(kind()) is None
