@@ -62,6 +62,7 @@ EXTREMES = (
 )  # fmt: skip
 
 
+@pytest.mark.drawn(0.5)
 @pytest.mark.slow
 @pytest.mark.on_gpus
 @pytest.mark.parametrize("dtype", DTYPES)

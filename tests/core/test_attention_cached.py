@@ -142,7 +142,7 @@ def test_results_by_warps(which: str, tmp_path: Path) -> None:
     _check(which, tmp_path, "sm_80")
 
 
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.35)
 @products.emulated
 @pytest.mark.slow
 @pytest.mark.parametrize(

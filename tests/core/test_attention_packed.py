@@ -120,7 +120,7 @@ def test_results(which: str, tmp_path: Path) -> None:
     case.check({"out": out, "lse": lse})
 
 
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.35)
 @pytest.mark.slow
 @products.emulated
 @pytest.mark.parametrize("which", [*CASES, "one stage"])

@@ -199,6 +199,7 @@ def gated(xp: Any, x: Any, bias: Any, scale: Any, packed: Any) -> Any:
     return (xp.silu(packed[..., :n]) * packed[..., n:] + x + bias) * scale
 
 
+@pytest.mark.drawn(0.5)
 @pytest.mark.slow
 @pytest.mark.parametrize("primitive", ["gelu", "gelu_tanh", "silu"])
 def test_expressions_and_derivatives_compile(primitive: str, instructions: Callable[[str], list[str]]) -> None:

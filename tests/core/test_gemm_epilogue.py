@@ -696,7 +696,7 @@ def test_halves_that_do_not_start_on_16_bytes() -> None:
 SIZES = ((16, 14336, 4096), (1024, 3072, 768), (8192, 14336, 4096))
 
 
-@pytest.mark.drawn(0.25)
+@pytest.mark.drawn(0.2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", USUAL)
 def test_machine_code(name: str, tmp_path: Path) -> None:

@@ -102,6 +102,7 @@ def test_examples_of_whole_vectors_take_a_column_pass() -> None:
                 assert (getattr(select.fused(variant), "column_pass", None) is not None) == expected
 
 
+@pytest.mark.drawn(0.4)
 @pytest.mark.slow
 @pytest.mark.parametrize("op", PARTS, ids=lambda op: op.name)
 def test_every_case_compiles_without_spills(op: Op, tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ def targets(op: Op) -> list[tuple[str, str]]:
     return [*TARGETS, *(("bfloat16", arch) for arch in archs)][turn(op)]
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 @pytest.mark.parametrize(
     ("op", "dtype", "arch"),
     [pytest.param(op, *each, id="-".join([op.name, *each])) for op in ALL for each in targets(op)],
@@ -290,7 +290,7 @@ def lengths(op: Op) -> list[int]:
     return list(kinds.values())[turn(op)]
 
 
-@pytest.mark.drawn(0.25)
+@pytest.mark.drawn(0.2)
 @pytest.mark.parametrize(
     ("op", "n"), [(op, n) for op in ALL for n in lengths(op)], ids=lambda v: v.name if isinstance(v, Op) else None
 )
@@ -309,6 +309,7 @@ CHOICES = [
 ]  # fmt: skip
 
 
+@pytest.mark.drawn(0.5)
 @pytest.mark.parametrize("n", [1001, 4096])
 @pytest.mark.parametrize(("op", "attrs"), CHOICES)
 def test_other_attributes_compile(op: Op, attrs: dict[str, Any], n: int, compiled: Compiled) -> None:

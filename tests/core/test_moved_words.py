@@ -46,6 +46,7 @@ def test_the_compiler_still_takes_two_branches_for_one(moving: Any, tmp_path: Pa
 
 
 # One vector a thread; several of a few threads, of a warp's and more, and of one; rows at any element, or every second.
+@pytest.mark.drawn(0.4)
 @pytest.mark.parametrize(("n", "threads"), [(131, 32), (257, 8), (517, 32), (1030, 64), (71, 1)])
 @pytest.mark.parametrize("rows", ["bfloat16", "float32"])
 @pytest.mark.parametrize("weights", ["bfloat16", "float32"])

@@ -49,6 +49,7 @@ def variant_of(op: Op, case: Case) -> Variant:
     return plan(bind(op, testing.specs(op, case, op.dtypes["T"][0])), {}, parse("sm_90a")).variant
 
 
+@pytest.mark.drawn(0.5)
 @pytest.mark.slow
 @products.emulated
 @pytest.mark.parametrize("case", fp8_product.cases, ids=lambda case: case.name)

@@ -787,6 +787,7 @@ def test_kernels_of_tests_benchmarks_and_examples_have_names_of_their_own() -> N
     assert len(names) >= 12 and sorted(names) == sorted({*names})
 
 
+@pytest.mark.drawn(0.5)
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["cooperative-128x256-cluster2x1", "pingpong-128x128-cluster1x2"])
 def test_parts_of_products(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,7 +68,7 @@ def mesh_of(kind: AxisType = AxisType.Explicit) -> Any:
     return jax.make_mesh((2, 2), ("d", "e"), (kind, kind), devices=jax.devices("cpu")[:4])
 
 
-@pytest.mark.drawn(0.35)
+@pytest.mark.drawn(0.25)
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.name)
 def test_all_forms(function: Function, request: pytest.FixtureRequest, close: Any) -> None:
     """The functions take turns at the shardings, each with and without a mesh in the context."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -38,8 +38,10 @@ def both(function: Function) -> Callable[..., Any]:
 
 
 @pytest.mark.slow
-def test_every_function_is_lowered_for_cuda(fake_kernels: Any) -> None:
-    for function in every((2, 6)):
+def test_every_function_is_lowered_for_cuda(
+    fake_kernels: Any, drawn: Callable[[Sequence[Any], float], Sequence[Any]]
+) -> None:
+    for function in drawn([*every((2, 6))], 0.5):
         data, text = exporting._serialized(both(function), ["cuda"], 0, symbolic(function, "b, s"), {})
         assert data, function.name
         assert "custom_call" in text, function.name

@@ -135,6 +135,7 @@ def test_logits(name: str, check: bool, lowered: str, close: Close) -> None:
     close(*(jax.jit(f)(logits, target) for f in inside))
 
 
+@pytest.mark.drawn(0.5)
 @pytest.mark.slow
 @pytest.mark.parametrize("lowered", ["kernel"], indirect=True)
 @pytest.mark.parametrize(

@@ -219,7 +219,7 @@ def test_parts_do_not_wait_for_products_of_each_other() -> None:
           draw(2, 3, N), *(draw(N, N) for _ in range(3)))  # fmt: skip
 
 
-@pytest.mark.drawn(0.5, among="packages")
+@pytest.mark.drawn(0.35, among="packages")
 @pytest.mark.slow
 def test_compiled_ahead_of_time(tmp_path: Path) -> None:
     """Both passes act on an exported program of any number of rows; a process that has found nothing runs the ops."""
@@ -462,7 +462,7 @@ for run in range(2):
 """
 
 
-@pytest.mark.drawn(0.5, among="second processes")
+@pytest.mark.drawn(0.35, among="second processes")
 @pytest.mark.slow
 def test_a_second_process_makes_what_the_first_has_found(tmp_path: Path) -> None:
     """Its graphs come from Inductor's cache, so the pass does not run there."""

@@ -104,7 +104,7 @@ def test_a_compiled_step_of_any_length() -> None:
     assert len(graphs) == 1
 
 
-@pytest.mark.drawn(0.5, among="packages")
+@pytest.mark.drawn(0.35, among="packages")
 @pytest.mark.slow
 def test_an_exported_program_and_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of any batch and length; AOTInductor compiles the op as a call."""

@@ -257,7 +257,7 @@ for edited in sys.argv[3:]:
 """
 
 
-@pytest.mark.drawn(0.5, among="second processes")
+@pytest.mark.drawn(0.35, among="second processes")
 @pytest.mark.slow
 def test_a_warm_cache_gives_no_old_value(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     """Fresh processes, in which Inductor writes the op out, find what the first one has compiled, unless one of the

@@ -128,7 +128,7 @@ def sharing_compiler(folder: Path) -> str:
     return named
 
 
-@pytest.mark.drawn(0.5, among="packages")
+@pytest.mark.drawn(0.35, among="packages")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "device",

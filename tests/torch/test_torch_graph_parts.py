@@ -559,7 +559,7 @@ os._exit(0)
 """
 
 
-@pytest.mark.drawn(0.5, among="second processes")
+@pytest.mark.drawn(0.35, among="second processes")
 @pytest.mark.slow
 def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
     """Of an untouched Llama with all its parts: torch's caches hold the graphs that call our ops."""

@@ -483,7 +483,7 @@ op = Op("doubled", inputs={"x": rows}, outputs={"out": rows}, dtypes={"T": FLOAT
 """
 
 
-@pytest.mark.drawn(0.5, among="second processes")
+@pytest.mark.drawn(0.35, among="second processes")
 @pytest.mark.slow
 def test_a_fresh_process_runs_what_another_compiled(tmp_path: Path) -> None:
     """Ops that are called, one that Inductor has written out, and those that the pass puts in: from the cache that

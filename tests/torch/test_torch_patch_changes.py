@@ -637,7 +637,7 @@ def _alone() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_changed_model_computes_what_it_computes_without_patch(name: str) -> None:
