@@ -6,7 +6,7 @@ device outside of the timed region, and divides. Samples of all entries are inte
 row take turns, so no op allocates; an allocation is an entry of its own. Their `compile_ms` is what one more op takes
 to compile, without caches. Those "in a program" are the same of a jitted JAX program, until its results are there: as
 XLA runs it, in a command buffer (a CUDA graph), and launched op by op. Composites stand beside their parts, called one
-by one, and torch's functions; with a gradient their time includes the backward.
+by one, and the framework's functions; with a gradient, in PyTorch, their time includes the backward.
 
     python benchmarks/host_time.py --out out/benchmarks
 """
@@ -409,6 +409,73 @@ def jax_entries() -> dict[str, Callable[[], Call | Chain]]:
     }
 
 
+def jax_composites() -> dict[str, Callable[[], Call]]:
+    """Composites, their parts one by one, and jax.numpy's functions, dispatched op by op."""
+    import jax
+    import jax.numpy as jnp
+
+    import cute_ops_jax as ours
+
+    n, heads, columns = 512, 3, 64
+
+    def made(*shape: int) -> Any:
+        return jax.random.normal(jax.random.key(sum(shape)), shape, jnp.bfloat16)
+
+    x, residual, norm, bias, shift = made(16, n), made(16, n), made(n), made(n), made(n)
+    up, down, weight, qkv, head = made(2 * n, n), made(n, n), made(n, n), made((heads + 1) * columns, n), made(1024, n)
+    cos, sin, target = made(16, columns // 2), made(16, columns // 2), jnp.arange(16)
+
+    def rmsnorm(y: Any) -> Any:
+        return y * jax.lax.rsqrt(jnp.mean(jnp.square(y.astype(jnp.float32)), -1, keepdims=True) + EPS) * norm
+
+    def gated() -> Any:
+        gate, value = jnp.split(x @ up.T, 2, -1)
+        return (jax.nn.silu(gate) * value) @ down.T
+
+    def rotated() -> Any:
+        first, second = jnp.split((x @ qkv.T).reshape(16, heads + 1, columns)[:, :heads], 2, -1)
+        c, s = cos[:, None], sin[:, None]
+        return jnp.concatenate([first * c - second * s, second * c + first * s], -1)
+
+    def loss() -> Any:
+        logits = (x @ head.T).astype(jnp.float32)
+        return jnp.mean(jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, target[:, None], -1)[:, 0])
+
+    calls: dict[str, tuple[Call, Call, Call]] = {
+        "mlp": (
+            lambda: ours.mlp(x, weight, bias, down, shift),
+            lambda: ours.linear(ours.linear_gelu(x, weight, bias), down, shift, epilogue="bias"),
+            lambda: jax.nn.gelu(x @ weight.T + bias) @ down.T + shift,
+        ),
+        "gated_mlp": (
+            lambda: ours.gated_mlp(x, up, down), lambda: ours.linear(ours.gated_linear(x, up), down), gated,
+        ),
+        "rmsnorm_linear": (
+            lambda: ours.rmsnorm_linear(x, norm, weight, bias),
+            lambda: ours.linear(ours.rmsnorm(x, norm), weight, bias, epilogue="bias"),
+            lambda: rmsnorm(x) @ weight.T + bias,
+        ),
+        "linear_add_rmsnorm": (
+            lambda: ours.linear_add_rmsnorm(x, weight, residual, norm)[0],
+            lambda: ours.add_rmsnorm(ours.linear(x, weight), residual, norm)[0],
+            lambda: rmsnorm(x @ weight.T + residual),
+        ),
+        "qkv_rope": (
+            lambda: ours.qkv_rope(x, qkv, cos, sin, heads),
+            lambda: ours.rope(ours.linear(x, qkv).reshape(16, heads + 1, columns)[:, :heads], cos, sin), rotated,
+        ),
+        "linear_cross_entropy": (
+            lambda: ours.linear_cross_entropy(x, head, target),
+            lambda: ours.cross_entropy(ours.linear(x, head), target), loss,
+        ),
+    }  # fmt: skip
+    kinds = "", ", its parts", ", by jax.numpy"
+    return {
+        f"cute_ops_jax.{name}{kind}": lambda call=call: call
+        for name, each in calls.items() for kind, call in zip(kinds, each, strict=True)
+    }  # fmt: skip
+
+
 def sampler(call: Call | Chain, wait: Callable[[Any], None], calls: int, finished: bool = False) -> Callable[[], float]:
     if isinstance(call, Chain):
         # Few calls: a launch queue that is full would be timed.
@@ -450,7 +517,7 @@ def measure(table: Table, device: torch.device, rounds: int, calls: int, only: s
 
     groups = [("no", torch_entries(device, False), wait_torch), ("yes", torch_entries(device, True), wait_torch)]
     try:
-        groups.append(("no", jax_entries(), wait_jax))
+        groups.append(("no", jax_entries() | jax_composites(), wait_jax))
     except ImportError:
         console.print("JAX is not installed")
     entries: dict[tuple[str, str], tuple[Callable[[], Call | Chain], Callable[[Any], None]]] = {

@@ -214,6 +214,8 @@ def test_host_time_smoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         host_time, "torch_entries",
         lambda *args: {k: v for k, v in entries(*args).items() if k in ONLY},
     )  # fmt: skip
+    in_jax = host_time.jax_composites()
+    monkeypatch.setattr(host_time, "jax_composites", lambda: {k: v for k, v in in_jax.items() if "qkv_rope" in k})
     host_time.main(["--cpu-smoke", "--out", str(tmp_path)])
     rows = {(r["call"], r["grad"]): r for r in common.read(tmp_path / "host_time.csv")}
     assert rows["torch.ops.cute.rmsnorm", "yes"]["status"] == "ok"
@@ -221,7 +223,8 @@ def test_host_time_smoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert rows["in a graph: cute_ops_torch.rmsnorm", "no"]["status"] == "ok"
     assert rows["in a graph: cute_ops_torch.rmsnorm", "no"]["compile_ms"]
     assert rows["F.rms_norm", "no"]["of_rms_norm"] == "1"
-    assert rows["cute_ops_jax.rmsnorm", "no"]["status"] == "ok"
+    for name in ("rmsnorm", "qkv_rope", "qkv_rope, its parts", "qkv_rope, by jax.numpy"):
+        assert rows[f"cute_ops_jax.{name}", "no"]["status"] == "ok"
 
 
 @pytest.mark.slow
