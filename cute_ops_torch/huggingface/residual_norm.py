@@ -23,7 +23,8 @@ from cute_ops_torch.huggingface.traced import learn, version_of
 Tensor = torch.Tensor
 
 _ATTRIBUTE = "_cute_normed"
-# Of a sum: the module that has added it, and the number of the add there.
+# Of a sum: the module that has added it, the number of the add there, and, outside of compilers, the sum's
+# version.
 _SIGNED = "_cute_sum"
 
 
@@ -105,13 +106,14 @@ def attach(norm: Any, normed: Tensor, total: Tensor) -> Tensor:
 
 def pop(norm: Any, total: Tensor) -> Tensor | None:
     """Detach the norm of a sum; None where there is none, or the sum or the norm has changed since. Of a sum without
-    one it tells the add which norm has read it.
+    one that is as it was made it tells the add which norm has read it.
     """
     attached = getattr(total, _ATTRIBUTE, None)
     if attached is None or attached[0] is not norm:
         if (signed := getattr(total, _SIGNED, None)) is not None:
-            module, number = signed
-            learn(norm, module, number)
+            module, number, version = signed
+            if version is None or version == total._version:
+                learn(norm, module, number)
         return None
     setattr(total, _ATTRIBUTE, None)
     if not torch.is_grad_enabled():
@@ -128,4 +130,5 @@ def _versions(made: Norm, total: Tensor) -> tuple[int, ...]:
 
 def sign(total: Tensor, module: nn.Module, number: int) -> None:
     """Write on a sum which add of which module has made it."""
-    setattr(total, _SIGNED, (module, number))
+    version = None if torch.compiler.is_compiling() else total._version
+    setattr(total, _SIGNED, (module, number, version))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ast
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache, partial
 from typing import Any
 
@@ -97,12 +97,16 @@ class _Calls(ast.NodeTransformer):
 
 
 class _Flow:
-    """Which sums a ``forward`` passes to its modules, at once or by a name, and the names of these modules."""
+    """Which sums a ``forward`` passes to its modules, at once or by a name, and the names of these modules. Sums that are
+    changed in place, ``x += y``, are left out: a norm that came with them would be of other numbers.
+    """
 
     def __init__(self, tree: ast.FunctionDef, me: str) -> None:
-        self._me = me
+        self._me, self._changed = me, set[ast.BinOp]()
         self.found: dict[ast.BinOp, list[str]] = {}
         self._block(tree.body, {})
+        for each in self._changed:
+            self.found.pop(each, None)
 
     def _block(self, statements: Iterable[ast.stmt], named: dict[str, set[ast.BinOp]]) -> None:
         """Follows statements one by one; ``named`` has the sums that a name may stand for."""
@@ -123,11 +127,32 @@ class _Flow:
             if owner == self._me and name.isidentifier():
                 for each in {sum_ for argument in call.args for sum_ in _sums(argument, named)}:
                     self.found.setdefault(each, []).append(name)
+        for name in _changed(statement):
+            self._changed |= named.get(name, set())
         if isinstance(statement, ast.Assign):
             given = _sums(statement.value, named)
             for node in (each for target in statement.targets for each in ast.walk(target)):
                 if isinstance(node, ast.Name):
                     named[node.id] = given
+
+
+def _changed(statement: ast.stmt) -> Iterator[str]:
+    """The names whose tensors a statement writes in place: ``x += y``, ``x[i] = y``, ``x.mul_(y)``."""
+    for node in ast.walk(statement):
+        if isinstance(node, ast.AugAssign):
+            yield from _names(node.target)
+        elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
+            yield from _names(node.value)
+        elif isinstance(node, ast.Attribute) and node.attr.endswith("_") and not node.attr.endswith("__"):
+            yield from _names(node.value)
+
+
+def _names(value: ast.expr) -> Iterator[str]:
+    """The name that an expression, or what it is a part of, is."""
+    while isinstance(value, ast.Subscript | ast.Attribute):
+        value = value.value
+    if isinstance(value, ast.Name):
+        yield value.id
 
 
 def _sums(value: ast.expr, named: Mapping[str, set[ast.BinOp]]) -> set[ast.BinOp]:

@@ -105,6 +105,51 @@ def test_what_changes_between_an_add_and_its_norm_is_seen(taken: list[nn.Module]
     assert len(taken) == 4  # learned anew
 
 
+class Embeddings(nn.Module):
+    """Sums of which one is changed in place before its norm reads it, as in the embeddings of FNet and others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(16), nn.LayerNorm(16)
+
+    def forward(self, x: torch.Tensor, how: str) -> torch.Tensor:
+        total = x + 2 * x
+        kept = total
+        if how == "+=":
+            kept += x
+        elif how == "[]":
+            total[0] = x[0]
+        elif how == ".add_":
+            total.add_(x)
+        return self.second(self.first(total) + x)
+
+
+@pytest.mark.parametrize("how", ["+=", "[]", ".add_", ""])
+def test_a_sum_that_is_changed_in_place_is_no_add_with_a_norm(how: str, taken: list[nn.Module]) -> None:
+    model = nn.Sequential(Embeddings())
+    found = []
+    for patched in (False, True, True):
+        x = torch.linspace(-2, 3, 96).view(2, 3, 16).sin().requires_grad_()
+        if patched and "add_layernorm" not in {each.op for each in found}:
+            found = [*cute_ops_torch.patch(model)]
+        out = model[0](x, how)
+        (out * x.detach()).sum().backward()
+        if patched:
+            torch.testing.assert_close([out, x.grad], want, rtol=1e-5, atol=1e-5)
+        else:
+            want = [out, x.grad]
+    assert model[0].second in taken and (model[0].first in taken) == (not how)
+
+
+@pytest.mark.parametrize("family", ["fnet", "yoso"])
+def test_embeddings_that_are_added_in_place(family: str) -> None:
+    model = without_dropout(make(family))
+    want = step(model)
+    cute_ops_torch.patch(model)
+    for _ in range(2):
+        close(step(model), want)
+
+
 def test_checkpoints_run_parts_of_a_model_alone(taken: list[nn.Module]) -> None:
     # All sums stay in their part, whose second forward ends before its last norm; half of them do.
     for family, count in (("bert", 4 + 2), ("gpt2", 2 + 2)):
