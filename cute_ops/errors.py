@@ -98,15 +98,15 @@ def wrong_arguments(signature: Signature, args: Sequence[Any], kwargs: Mapping[s
                 return unknown_argument(name, names)
             if name in by_position[: len(args)]:
                 return f"argument `{name}` was given twice, by position and by name."
-        given = {*by_position[: len(args)], *kwargs}
-        for p in parameters:
-            if p.name in names and p.default is p.empty and p.name not in given:
-                return f"argument `{p.name}` is required, but was not given."
-        if len(args) > len(by_position):
+        if len(args) > len(by_position) and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
             how = "" if len(by_position) == len(names) else " by position"
             return (
                 f"{len(args)} arguments were given{how}; it takes {', '.join(f'`{n}`' for n in by_position) or 'none'}."
             )
+        given = {*by_position[: len(args)], *kwargs}
+        for p in parameters:
+            if p.name in names and p.default is p.empty and p.name not in given:
+                return f"argument `{p.name}` is required, but was not given."
         return f"{error}."
     return ""
 

@@ -44,9 +44,11 @@ class Tracing(SimplifyingGraph):
     Attributes:
         refused: the first error that was raised. A function that catches it, as by ``except Exception``, goes on as it
             would not with arrays.
+        squeezes: whether reductions may drop the dim of columns, which ``[..., None]`` gives back, as in references.
     """
 
     refused: TraceError | None = None
+    squeezes = False
 
     def __init__(self, function: str, operands: Mapping[str, Operand], at: tuple[str, int] | None = None) -> None:
         self.function, self.names = function, tuple(operands)
@@ -363,6 +365,8 @@ class Symbol(Arithmetic, NoArray):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, Symbol):
             self._graph.refuse("a mask as an index: the shape would depend on values", "write xp.where(mask, x, 0.0)")
+        if self._graph.squeezes and not self._graph.kinds[self._id].columns and _adds_columns(index):
+            return self
         slices = [each for each in (index if isinstance(index, tuple) else (index,)) if isinstance(each, slice)]
         half = any(isinstance(end, Size) for each in slices for end in (each.start, each.stop))
         self._graph.refuse_slice("an index of a value", self._id if half else None)
@@ -387,6 +391,11 @@ class Symbol(Arithmetic, NoArray):
     __xor__ = __rxor__ = _refused("^ of a value", "write a != b with xp.where(a, 1.0, 0.0)")
     __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = _refused("a shift of a value", "write x * 2**k")
     __call__ = _refused("a call of a value", "write a function of xp")
+
+
+def _adds_columns(index: Any) -> bool:
+    """Whether an index is ``[..., None]``."""
+    return isinstance(index, tuple) and len(index) == 2 and index[0] is ... and index[1] is None
 
 
 class Packed(Symbol):

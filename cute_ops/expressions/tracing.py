@@ -276,7 +276,7 @@ class Namespace:
         return self._graph.apply(primitive, x, value=str(size))
 
     def _reduced(self, primitive: str, x: Any = None, axis: Any = None, keepdims: bool = False) -> Any:
-        if axis not in (-1, (-1,)) or keepdims is not True:
+        if axis not in (-1, (-1,)) or not (keepdims is True or self._graph.squeezes):
             instead = f"write xp.{primitive}(x, axis=-1, keepdims=True)"
             if primitive in ("max", "min"):
                 instead += f", or xp.{primitive}imum(x, y)"

@@ -26,12 +26,13 @@ _CLOSE = 2**-20
 
 
 class Own(NamedTuple):
-    """An op of a user's own for :func:`cute_ops_torch.inductor.enable`.
+    """An op of a user's own for :func:`cute_ops_torch.inductor.enable` and for ``cute_ops_jax.fuse``.
 
     Attributes:
         op: the op.
         meaning: ``meaning(xp, *inputs, **attrs)`` in array-API style, the op's reference by default. With a product
-            ``meaning(xp, acc, *others, **attrs)``, where ``acc`` is the product in float32.
+            ``meaning(xp, acc, *others, **attrs)``, where ``acc`` is the product in float32. Hidden outputs are left
+            out.
         product: the names of the inputs that are multiplied: rows, ``*m k``, and the matrix, ``n k`` or ``k n``.
     """
 
@@ -155,7 +156,7 @@ def _pattern(own: Own) -> tuple[str, _Pattern]:
         raise ValueError(f"{op.name}: input `{wrong[0]}` has shape {shapes[wrong[0]]!r}; recognised are {listed}.")
     made = _traced(own, shapes, op.attrs)
     text, numbers = with_holes(made.expression)
-    given, outputs = list(shapes), list(op.outputs)
+    given, outputs = list(shapes), _shown(op)
     operands = tuple(given[i] for i in made.operands)
     outs = tuple(outputs[k] for k in made.outputs)
     return text, _Pattern(own, operands, outs, numbers, _holes(own, shapes, text, numbers))
@@ -182,7 +183,10 @@ def _traced(own: Own, shapes: Mapping[str, str], attrs: Mapping[str, Any]) -> Ca
         attrs = {name: value for name, value in attrs.items() if name in taken}
 
     def meaning(xp: Any, **given: Any) -> Any:
-        return function(_Wide(xp), *(given[name] for name in shapes), **attrs)
+        returned = function(_Wide(xp), *(given[name] for name in shapes), **attrs)
+        if not isinstance(returned, tuple) or len(returned) != len(own.op.outputs):
+            return returned
+        return tuple(x for x, output in zip(returned, own.op.outputs.values(), strict=True) if not output.hidden)
 
     meaning.__qualname__ = own.op.name
     try:
@@ -191,21 +195,35 @@ def _traced(own: Own, shapes: Mapping[str, str], attrs: Mapping[str, Any]) -> Ca
         hint = "its reference is no expression of rows, give Own(op, meaning)"
         raise ValueError(f"{own.op.name}: {hint}: {str(error).splitlines()[0]}") from error
     made = canonical(_unrounded(expression))
-    if len(made.outputs) != len(own.op.outputs):
-        raise ValueError(f"{own.op.name}: {len(made.outputs)} values are computed, of {len(own.op.outputs)} outputs.")
+    if len(made.outputs) != len(shown := _shown(own.op)):
+        raise ValueError(f"{own.op.name}: {len(made.outputs)} values are computed, of the outputs {', '.join(shown)}.")
     return made
 
 
+def _shown(op: Op) -> list[str]:
+    """The outputs of which a program knows: not those that are kept for the gradient."""
+    return [name for name, output in op.outputs.items() if not output.hidden]
+
+
 class _Wide:
-    """An array namespace as references use it, in which floats are not rounded: meanings are compared without that."""
+    """An array namespace as references use it, in which floats are not rounded: meanings are compared without that.
+    Reductions may drop the dim of columns.
+    """
 
     float64, float32, float16, bfloat16 = "float64", "float32", "float16", "bfloat16"
 
     def __init__(self, xp: Any) -> None:
         self._xp = xp
+        xp._graph.squeezes = True
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._xp, name)
+
+    def zeros_like(self, x: Any) -> float:
+        return 0.0
+
+    def ones_like(self, x: Any) -> float:
+        return 1.0
 
     def astype(self, x: Any, dtype: Any) -> Any:
         return self._xp.astype(x, dtype) if "bool" in (str(dtype), getattr(x, "dtype", "")) else x

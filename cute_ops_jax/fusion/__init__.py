@@ -5,4 +5,5 @@ by ``calls`` and runs all else as it stands, with ``bodies`` of loops, branches 
 ``transform`` is the function that users call.
 """
 
+from cute_ops.fusion.own import Own as Own
 from cute_ops_jax.fusion.transform import fuse as fuse

@@ -42,13 +42,19 @@ def call_of(found: Found, choice: Choice) -> Call:
     Raises:
         TypeError: the expression, or its derivative, is too large.
     """
-    made = {"op": _op, "fused": _fused, "linear": _linear}[choice.kind](found, choice)
+    call = _as_roots({"op": _op, "fused": _fused, "linear": _linear, "own": _own_op}[choice.kind](found, choice), found)
+    if choice.kind == "own" and choice.own.own.op.grad is None:
+        again = _linear if choice.product >= 0 else _fused
+        return _with_gradient_of(_as_roots(again(found, choice), found), call)
+    if choice.kind not in ("op", "own") and len(found.leaves) + 2 * len(found.roots) > MOST_OPERANDS:
+        jax.eval_shape(partial(_derivative, call), _specs(found, choice))
+    return call
 
+
+def _as_roots(made: Call, found: Found) -> Call:
     def call(arrays: Sequence[Any]) -> list[Any]:
         return [_as_root(out, root, found) for out, root in zip(made(arrays), found.roots, strict=True)]
 
-    if choice.kind != "op" and len(found.leaves) + 2 * len(found.roots) > MOST_OPERANDS:
-        jax.eval_shape(partial(_derivative, call), _specs(found, choice))
     return call
 
 
@@ -103,6 +109,40 @@ def _op(found: Found, choice: Choice) -> Call:
         return [named[name] for name in meaning.outputs]
 
     return run
+
+
+def _own_op(found: Found, choice: Choice) -> Call:
+    """An op of the user's."""
+    owned = choice.own
+    op, product = owned.own.op, owned.own.product
+    if any(leaf.node.dtype == "bool" for leaf in found.leaves):
+        raise TypeError(f"{op.name} takes no bools")
+    function, shown = partial(register(op), **owned.attrs), [name for name, t in op.outputs.items() if not t.hidden]
+
+    def run(arrays: Sequence[Any]) -> list[Any]:
+        given: dict[str, Any] = {}
+        for i, (name, array, leaf) in enumerate(zip(owned.operands, arrays, found.leaves, strict=True)):
+            if i == choice.product:
+                given |= dict(zip(product, array, strict=True))
+            else:
+                given[name] = _fitted(array, leaf, found)
+        made = function(**given)
+        named = dict(zip(shown, made if isinstance(made, tuple) else (made,), strict=True))
+        return [named[name] for name in owned.outputs]
+
+    jax.eval_shape(run, _specs(found, choice))  # a dtype that the op does not take: refused now, it stays as it is
+    return run
+
+
+def _with_gradient_of(expression: Call, run: Call) -> Call:
+    """What ``run`` computes, with the gradient of an expression of that."""
+    call = jax.custom_vjp(run)
+
+    def backward(arrays: Sequence[Any], cotangents: Any) -> Any:
+        return jax.vjp(expression, arrays)[1](cotangents)
+
+    call.defvjp(lambda arrays: (run(arrays), arrays), backward)
+    return lambda arrays: call(list(arrays))
 
 
 def _fused(found: Found, choice: Choice) -> Call:

@@ -19,6 +19,7 @@ from cute_ops.fusion.analyse import Call as Named
 from cute_ops.fusion.choose import Choice, choose
 from cute_ops.fusion.composite import Composite
 from cute_ops.fusion.graph import Node
+from cute_ops.fusion.own import Meanings
 from cute_ops.fusion.region import live_nodes
 from cute_ops.fusion.settle import settle
 from cute_ops.fusion.shifts import is_without_effect
@@ -33,6 +34,7 @@ from cute_ops_jax.fusion.lookups import Lookup, lookup_of
 from cute_ops_jax.fusion.losses import picked
 
 NOTHING: Mapping[int, Input] = {}
+NONE = Meanings(())
 
 
 class Part(NamedTuple):
@@ -59,8 +61,10 @@ class Program:
         known: arrays that are known when the program is traced.
     """
 
-    def __init__(self, closed: ClosedJaxpr, exact: bool = False, known: Mapping[int, Input] = NOTHING) -> None:
-        self.closed, self.exact, self._inputs = closed, exact, known
+    def __init__(
+        self, closed: ClosedJaxpr, exact: bool = False, known: Mapping[int, Input] = NOTHING, *, own: Meanings = NONE
+    ) -> None:
+        self.closed, self.exact, self._inputs, self._own = closed, exact, known, own
         whole: set[int] = set()
         first = Front(closed, exact=exact)
         passed = self._let_through(first) if first.stops else set[int]()
@@ -90,7 +94,7 @@ class Program:
     def _inner(self, given: Sequence[Any], closed: ClosedJaxpr, inputs: Mapping[int, int]) -> Program:
         """The program of a body; ``inputs``: of its inputs those that are inputs of the equation, by number."""
         known = {i: partial(self.known.of_value, given[k]) for i, k in inputs.items()}
-        return Program(closed, self.exact, known)
+        return Program(closed, self.exact, known, own=self._own)
 
     @property
     def changed(self) -> bool:
@@ -145,6 +149,8 @@ class Program:
         inside = set[Node]()
 
         def layer(found: Composite) -> Part:
+            if any(self._own.of(each, range(len(each.leaves))) for each in found.found):
+                return Part(found, Choice("", why="an op of yours computes a part of it"), None)
             return _made(found, Choice("composite", found.name), partial(call_of_layer, found))
 
         def expressions(analysis: Analysis, run: Sequence[Composite]) -> list[tuple[Found, Part]]:
@@ -163,7 +169,10 @@ class Program:
     def _part(self, found: Found, analysis: Analysis, inside: Container[Node]) -> Part:
         """An expression. Products of ``inside`` are computed with a part of a layer."""
         products = [i for i in analysis.products(found) if found.leaves[i].node not in inside]
-        choice = choose(found, products, exact=self.exact)
+        if (own := self._own.of(found, products)) is not None:
+            choice = Choice("own", own[0].own.op.name, product=own[1], own=own[0])
+        else:
+            choice = choose(found, products, exact=self.exact)
         return _made(found, choice, partial(call_of, found, choice))
 
     def _let_through(self, first: Front) -> set[int]:

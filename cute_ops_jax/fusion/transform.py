@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
@@ -11,7 +11,9 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 import numpy as np
 
+from cute_ops.declaration.op import Op
 from cute_ops.errors import suggesting
+from cute_ops.fusion.own import Meanings, Own
 from cute_ops.fusion.report import Report
 from cute_ops_jax.fusion.program import Program
 from cute_ops_jax.fusion.report import report_of
@@ -36,36 +38,55 @@ class _Fuse:
         function: any function of arrays and of trees of arrays; what else is in its arguments is static.
         exact: round every value as the function does, where otherwise values inside of a replaced part stay in float32
             and its outputs are rounded once.
+        own: ops of your own, which replace what their references compute, before any of ours: ``[op]``. Of a product
+            say what follows it: ``[Own(op, meaning, product=("x", "weight"))]`` with ``meaning(xp, acc, bias)`` and
+            ``Own`` of ``cute_ops_jax.fusion``.
 
     Returns:
         The function with the same arguments and results. Differences are those of rounding.
+
+    Raises:
+        TypeError: what is no function; one of your own that is no op.
+        ValueError: an op of your own of which no expression says what it computes.
     """
 
     @suggesting
-    def __call__(self, function: Callable[_P, _R], *, exact: bool = False) -> Callable[_P, _R]:
+    def __call__(
+        self, function: Callable[_P, _R], *, exact: bool = False, own: Sequence[Op | Own] = ()
+    ) -> Callable[_P, _R]:
         if not callable(function):
             raise TypeError(
                 f"cute_ops_jax.fuse: argument `function` must be a function, got {type(function).__name__}."
             )
+        meanings = _meanings(own)
 
         @wraps(function)
         def fused(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            arrays, program, rebuild = _traced(function, args, kwargs, exact)
+            arrays, program, rebuild = _traced(function, args, kwargs, exact, meanings)
             made: _R = rebuild(program(*arrays))
             return made
 
         return fused
 
-    def report(self, function: Callable[..., Any], *args: Any, exact: bool = False, **kwargs: Any) -> Report:
+    def report(
+        self, function: Callable[..., Any], *args: Any, exact: bool = False, own: Sequence[Op | Own] = (), **kwargs: Any
+    ) -> Report:
         """What ``fuse`` finds in a function for these arguments, what each part becomes, and what stays and why.
 
         Arguments may be ``jax.ShapeDtypeStruct`` in place of arrays; nothing is computed. ``print`` shows a table.
         """
-        _, program, _ = _traced(function, args, kwargs, exact)
+        _, program, _ = _traced(function, args, kwargs, exact, _meanings(own))
         return report_of(program, getattr(function, "__name__", type(function).__name__))
 
 
-def _traced(function: Callable[..., Any], args: Any, kwargs: Any, exact: bool) -> Any:
+def _meanings(own: Sequence[Op | Own]) -> Meanings:
+    try:
+        return Meanings(own)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"cute_ops_jax.fuse: {error}") from error
+
+
+def _traced(function: Callable[..., Any], args: Any, kwargs: Any, exact: bool, own: Meanings) -> Any:
     """The arrays of a call, the program of the function, and what makes the function's result of its outputs."""
     leaves, tree = jax.tree.flatten((args, kwargs))
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, _ARRAYS)]
@@ -91,7 +112,7 @@ def _traced(function: Callable[..., Any], args: Any, kwargs: Any, exact: bool) -
         )
 
     with _without_collections():
-        return arrays, Program(closed, exact), rebuild
+        return arrays, Program(closed, exact, own=own), rebuild
 
 
 @contextmanager

@@ -97,8 +97,8 @@ class _Calls(ast.NodeTransformer):
 
 
 class _Flow:
-    """Which sums a ``forward`` passes to its modules, at once or by a name, and the names of these modules. Sums that are
-    changed in place, ``x += y``, are left out: a norm that came with them would be of other numbers.
+    """Which sums a ``forward`` passes to its modules, at once or by a name, and the names of these modules. Sums that
+    are changed in place, ``x += y``, are left out: a norm that came with them would be of other numbers.
     """
 
     def __init__(self, tree: ast.FunctionDef, me: str) -> None:
@@ -141,13 +141,13 @@ def _changed(statement: ast.stmt) -> Iterator[str]:
     for node in ast.walk(statement):
         if isinstance(node, ast.AugAssign):
             yield from _names(node.target)
-        elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
-            yield from _names(node.value)
-        elif isinstance(node, ast.Attribute) and node.attr.endswith("_") and not node.attr.endswith("__"):
-            yield from _names(node.value)
+        part = isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store)
+        method = isinstance(node, ast.Attribute) and node.attr.endswith("_") and not node.attr.endswith("__")
+        if part or method:
+            yield from _names(node)
 
 
-def _names(value: ast.expr) -> Iterator[str]:
+def _names(value: Any) -> Iterator[str]:
     """The name that an expression, or what it is a part of, is."""
     while isinstance(value, ast.Subscript | ast.Attribute):
         value = value.value

@@ -495,3 +495,9 @@ def test_a_backward_op_leaves_out_what_nobody_wants(wanted: Any, absent: Any, su
     variant = plan(bind(op, given), {}, parse("sm_90a")).variant
     passed = {name: variant.tensors[name] is not None for name in ("dx", "dweight", "dbias")}
     assert passed == {name: name in op.outputs and name[1:] not in absent for name in passed}
+
+
+def test_a_declaration_by_position() -> None:
+    """What is too much is said before what is missing."""
+    with pytest.raises(TypeError, match=r"^cute\.Op: 3 arguments were given by position; it takes `name`\.$"):
+        Op("by_position", {}, {})  # type: ignore[call-arg, misc]

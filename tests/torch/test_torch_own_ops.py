@@ -79,6 +79,27 @@ def test_a_row_kernel_with_any_value_of_its_attribute() -> None:
     assert "own_softcap" not in check(other, (SOFTCAP,), torch.randn(3, N), backend=through_autograd)
 
 
+def test_what_is_kept_for_the_gradient_need_not_be_in_the_model() -> None:
+    """Nor must a reference's reductions keep their dim: the op of docs/row_kernel.md."""
+
+    def unit(xp: Any, x: Any, *, eps: float) -> Any:
+        (wide,) = widen(xp, x)
+        scale = 1 / xp.sqrt(xp.sum(wide * wide, axis=-1) + eps)
+        return xp.astype(wide * scale[..., None], x.dtype), scale
+
+    def gradient(xp: Any, out: Any, scale: Any, dout: Any) -> Any:
+        y, s, dy = widen(xp, out, scale, dout)
+        return xp.astype(s[..., None] * (dy - y * xp.sum(y * dy, axis=-1, keepdims=True)), out.dtype)
+
+    scale = Tensor("*m", "float32", hidden=True)
+    saved = {"out": X, "scale": scale._replace(hidden=False), "dout": X}
+    backward = own("own_unit_bwd", gradient, inputs=saved, outputs={"dx": X})
+    outputs, more = {"out": X, "scale": scale}, {"attrs": {"eps": 1e-12}, "no_gradient": ("eps",)}
+    op = own("own_unit", unit, outputs=outputs, grad=backward, **more)
+    function = lambda x: x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)  # noqa: E731
+    assert check(function, (op,), torch.randn(3, N), backend=through_autograd) == ["own_unit"]
+
+
 def test_a_product_of_ones_own() -> None:
     x, w, b = torch.randn(2, 3, N), torch.randn(8, N), torch.randn(8)
     function = lambda x, w, b: 8 * torch.tanh(F.linear(x, w, b) * 0.125)  # noqa: E731
