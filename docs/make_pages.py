@@ -115,6 +115,8 @@ def jax() -> str:
         "# `cute_ops_jax`\n",
         "The adapter for JAX. [JAX](../jax.md) says how it works.\n",
         *_shown("cute_ops_jax", _own(cute_ops_jax)),
+        "## Ops of your own in fuse\n",
+        *_shown("cute_ops_jax.fusion", ["Own"], level=3),
         "## Ops\n",
         "What each computes, takes, returns and raises is in [the ops](../ops.md).\n",
         *_shown("cute_ops_jax", _declared(cute_ops_jax), level=3),

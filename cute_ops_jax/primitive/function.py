@@ -114,7 +114,8 @@ def _caller(op: Op, header: inspect.Signature, axes: Axes = (), what: str = "") 
         ]
         if op.finish is not None:
             shown = dict(zip(op.shown, results, strict=True))
-            results = list(op.finish.apply(jnp, given, shown, dict(attrs), **options).values())
+            whole = {name: given.get(name) for name in op.inputs}
+            results = list(op.finish.apply(jnp, whole, shown, dict(attrs), **options).values())
         return results[0] if len(results) == 1 else tuple(results)
 
     return _describe(call, op, header)

@@ -318,7 +318,24 @@ def test_what_losses_refuse(adapter: Adapter, call: Any, text: str) -> None:
 # --- what every op of models has -------------------------------------------------------------------------------------
 
 ROOT = Path(__file__).parents[2]
+
+
 # Benchmarks of their own, and ops whose sequences no random numbers say.
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_metrics_without_weights(adapter: Adapter, reduction: str) -> None:
+    """The shortest calls: all that may be left out is."""
+    x, classes = np.arange(15, dtype=np.float32).reshape(3, 5), np.array([1, -100, 4])
+    log_sum = np.log(np.exp(x - x.max(-1, keepdims=True)).sum(-1)) + x.max(-1)
+    wanted = sum(log_sum[i] - x[i, classes[i]] for i in (0, 2)) / (2 if reduction == "mean" else 1)
+    options = {} if reduction == "mean" else {"reduction": reduction}
+    logits, head, target = (adapter.array(a) for a in (x, np.eye(5, dtype=np.float32), classes))
+    for found in (
+        adapter.ours.cross_entropy_metrics(logits, target, **options),
+        adapter.ours.linear_cross_entropy_metrics(logits, head, target, **options),
+    ):
+        np.testing.assert_allclose(adapter.numpy(found[0]), wanted, rtol=1e-5)
+
+
 NOT_IN_THE_GRID = {"linear_cross_entropy_metrics", "causal_conv1d_packed", "causal_conv1d_states"}
 # Ops that are no layers: on the tokens of all sequences, and the step of an optimizer.
 NO_LAYER = {
