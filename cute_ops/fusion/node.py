@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-Size = int | str
+Size = int | str  # a name, or an object of JAX, of a size that is not known
 Shape = tuple[Size, ...]
 
 

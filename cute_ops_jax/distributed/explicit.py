@@ -129,6 +129,14 @@ def _specs(mesh: AbstractMesh, arrays: Arrays, binding: Binding, batched: Collec
     return _Specs(cuts, {n: spec(n, n in batched) for n in arrays}, results)
 
 
+def as_typed(array: Any, aval: Any) -> Any:
+    """The array as an abstract value of its shape is sharded, if that has explicit axes."""
+    want = getattr(aval, "sharding", None)
+    if want is None or want.mesh.empty or AxisType.Explicit not in want.mesh.axis_types:
+        return array
+    return _resharded(array, want.spec, want.mesh)
+
+
 def _sharding(array: Any) -> Any:
     """The sharding in the type of an array, or of an abstract value."""
     return (array if isinstance(array, _compat.ShapedArray) else jax.typeof(array)).sharding

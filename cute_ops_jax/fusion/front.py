@@ -226,10 +226,8 @@ def _number(number: Any) -> tuple[str, bytes]:
 
 
 def _shape(aval: Any) -> tuple[Any, ...]:
+    """Sizes: integers, or what JAX has for one that is not known while it traces, of which equal ones are equal."""
     shape: tuple[Any, ...] = getattr(aval, "shape", ())
-    for size in shape:
-        if not isinstance(size, int):
-            return tuple([size if isinstance(size, int) else str(size) for size in shape])
     return shape
 
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from cute_ops.composite.chunks import ENOUGH, rows_per_chunk
 from cute_ops.ops.reduction.cross_entropy import cross_entropy, shaped
 from cute_ops_jax.composite.losses import linear_cross_entropy
+from cute_ops_jax.primitive.any_size import is_symbolic
 from cute_ops_jax.primitive.function import register
 
 
@@ -59,8 +60,10 @@ def linear_loss(
             logits = row @ weight.T
             return _of_rows(logits if bias is None else logits + bias, at, outside, of, **attrs)
 
-        rows, k = hidden.reshape(-1, hidden.shape[-1]), hidden.shape[-1]
-        size = rows_per_chunk(rows.shape[0], k, weight.shape[0], hidden.dtype.itemsize, ENOUGH)
+        k = hidden.shape[-1]
+        rows, size = hidden.reshape(-1, k), None  # one at a time where their number is not known
+        if not is_symbolic(rows.shape[0]):
+            size = rows_per_chunk(rows.shape[0], k, weight.shape[0], hidden.dtype.itemsize, ENOUGH)
         losses = jax.lax.map(of_row, (rows, target.reshape(-1)), batch_size=size).reshape(target.shape)
         return jnp.sum(losses if mask is None else jnp.where(mask, losses, 0)) if total else losses
 

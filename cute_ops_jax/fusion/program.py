@@ -25,6 +25,7 @@ from cute_ops.fusion.settle import settle
 from cute_ops.fusion.shifts import is_without_effect
 from cute_ops_jax import _compat
 from cute_ops_jax._compat import ClosedJaxpr
+from cute_ops_jax.distributed.explicit import as_typed
 from cute_ops_jax.fusion.bodies import Bodies, bodies_of
 from cute_ops_jax.fusion.calls import Call, call_of, call_of_named
 from cute_ops_jax.fusion.front import Front, Step, Value
@@ -131,10 +132,18 @@ class Program:
                     tuple(map(of_node, nodes)) if is_product else of_node(nodes[0])
                     for is_product, nodes in _reads(unit)
                 ]
-                made.update(zip(unit.found.roots, unit.call(given), strict=True))
+                roots = unit.found.roots
+                made.update((root, self._placed(root, out)) for root, out in zip(roots, unit.call(given), strict=True))
             else:
                 made[unit] = self._of_primitives(unit, [of_node(arg) for arg in unit.args])
         return [read(value) for value in self.front.outputs]
+
+    def _placed(self, root: Node, out: Any) -> Any:
+        """A part's result, on explicit meshes with the sharding that it has in the program's types."""
+        value = self.front.values.get(root)
+        if value is None or value.step is None:
+            return out
+        return as_typed(out, value.step.equation.outvars[value.index].aval)
 
     def _of_primitives(self, node: Node, args: Sequence[Any]) -> Any:
         """The value of a node that no equation makes."""

@@ -92,9 +92,10 @@ def _traced(function: Callable[..., Any], args: Any, kwargs: Any, exact: bool, o
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, _ARRAYS)]
     results: list[Any] = []
 
-    def of_arrays(*arrays: Any) -> list[Any]:
+    @wraps(function)  # JAX's errors name the function and its arguments
+    def of_arrays(*args: Any, **kwargs: Any) -> list[Any]:
         given = list(leaves)
-        for place, array in zip(places, arrays, strict=True):
+        for place, array in zip(places, jax.tree.leaves((args, kwargs)), strict=True):
             given[place] = array
         args, kwargs = jax.tree.unflatten(tree, given)
         outputs, out_tree = jax.tree.flatten(function(*args, **kwargs))
@@ -102,7 +103,11 @@ def _traced(function: Callable[..., Any], args: Any, kwargs: Any, exact: bool, o
         return [each for each in outputs if isinstance(each, _ARRAYS)]
 
     arrays = [leaves[place] for place in places]
-    closed = jax.make_jaxpr(of_arrays)(*arrays)
+    try:
+        args, kwargs = jax.tree.unflatten(tree, [a if isinstance(a, _ARRAYS) else None for a in leaves])
+    except Exception:  # a class of the caller's refuses None: its arrays go by number
+        args, kwargs = arrays, {}
+    closed = jax.make_jaxpr(of_arrays)(*args, **kwargs)
 
     def rebuild(made: list[Any]) -> Any:
         outputs, out_tree = results

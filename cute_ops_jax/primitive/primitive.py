@@ -368,7 +368,8 @@ def no_derivative(op: Op, *_: Any, **__: Any) -> NoReturn:
     """Refuse a derivative that is not declared: of second order, or in forward mode."""
     what = "only its first derivative exists, in reverse mode" if op.grad else "no gradient is declared for it"
     raise NotImplementedError(
-        f"cute.{op.called}: {what}; for other derivatives differentiate its reference, op.reference(jax.numpy, ...)."
+        f"cute.{op.called}: {what}; for other derivatives differentiate its reference, op.reference(jax.numpy, ...), "
+        "or put `fuse` around the derivative if it made the op."
     )
 
 

@@ -165,7 +165,7 @@ def test_forward_mode_and_second_order_say_what_to_do(op: Op) -> None:
             other(*given)
         assert str(caught.value) == (
             f"cute.{op.name}: only its first derivative exists, in reverse mode; for other derivatives differentiate "
-            "its reference, op.reference(jax.numpy, ...)."
+            "its reference, op.reference(jax.numpy, ...), or put `fuse` around the derivative if it made the op."
         )
 
 

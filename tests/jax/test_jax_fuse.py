@@ -452,6 +452,54 @@ def test_numbers_of_rows_are_no_result_of_an_epilogue() -> None:
         np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
 
 
+def test_programs_for_any_number_of_rows() -> None:
+    """An exported program, whose rows are counted when it runs, has the ops that one of known rows has."""
+    norm, up, down, head = draw(N), draw(N, 2 * N), draw(2 * N, N), draw(8, N)
+
+    def loss(x: jax.Array) -> jax.Array:
+        y = x + jax.nn.gelu(x @ up) @ down
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + 1e-6) * norm
+        target = jnp.ones(y.shape[:-1], jnp.int32)
+        logp = jax.nn.log_softmax((y @ head.T).reshape(-1, 8))
+        return -jnp.take_along_axis(logp, target.reshape(-1, 1), -1).mean()
+
+    step = lambda run: jax.jit(jax.value_and_grad(run))  # noqa: E731
+    rows = jax.ShapeDtypeStruct((*jax.export.symbolic_shape("b, t"), N), "float32")
+    exported = jax.export.export(step(cute_ops_jax.fuse(loss)))(rows)
+    assert became(loss, rows) == became(loss, X) == ["mlp", "add_rmsnorm", "linear_cross_entropy"]
+    for got, want in zip(exported.call(X), step(loss)(X), strict=True):
+        same(got, want)
+
+
+def test_a_function_that_cannot_be_traced_is_named() -> None:
+    def flips(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+        return x if x.sum() > 0 else -params["scale"] * x
+
+    line = flips.__code__.co_firstlineno
+    where = rf"the function flips at .*test_jax_fuse.py:{line} .*of the argument x\."
+    for call in (cute_ops_jax.fuse(flips), lambda *args: cute_ops_jax.fuse.report(flips, *args)):
+        with pytest.raises(jax.errors.TracerBoolConversionError, match=where):
+            call({"scale": W}, X)
+
+
+def test_a_class_of_arguments_may_refuse_what_is_no_array() -> None:
+    @jax.tree_util.register_pytree_node_class
+    class Named:
+        def __init__(self, x: Any, name: Any) -> None:
+            if name is None:
+                raise ValueError("a name is missing")
+            self.x, self.name = x, name
+
+        def tree_flatten(self) -> tuple[Any, None]:
+            return (self.x, self.name), None
+
+        @classmethod
+        def tree_unflatten(cls, _: None, children: Any) -> Any:
+            return cls(*children)
+
+    np.testing.assert_array_equal(cute_ops_jax.fuse(lambda named: named.x + 1)(Named(X, "x")), X + 1)
+
+
 def test_what_is_no_function_is_refused() -> None:
     message = "cute_ops_jax.fuse: argument `function` must be a function, got int."
     with pytest.raises(TypeError, match=message):
