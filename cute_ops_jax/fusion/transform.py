@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -13,6 +11,7 @@ import numpy as np
 
 from cute_ops.declaration.op import Op
 from cute_ops.errors import suggesting
+from cute_ops.fusion.graph import without_collections
 from cute_ops.fusion.own import Meanings, Own
 from cute_ops.fusion.report import Report
 from cute_ops_jax.fusion.program import Program
@@ -116,22 +115,8 @@ def _traced(function: Callable[..., Any], args: Any, kwargs: Any, exact: bool, o
             out_tree, [jax.numpy.asarray(next(remaining)) if isinstance(each, _ARRAYS) else each for each in outputs]
         )
 
-    with _without_collections():
+    with without_collections():
         return arrays, Program(closed, exact, own=own), rebuild
-
-
-@contextmanager
-def _without_collections() -> Iterator[None]:
-    """Collect no garbage within: a graph is many objects that all stay, and each collection would look at all that
-    JAX holds, too, which took half of the time.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 fuse = _Fuse()

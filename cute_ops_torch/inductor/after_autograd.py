@@ -25,6 +25,7 @@ from cute_ops.fusion.analyse import Found, is_linear
 from cute_ops.fusion.choose import Choice
 from cute_ops.fusion.composite import Composite
 from cute_ops.fusion.graph import Node as Value
+from cute_ops.fusion.graph import without_collections
 from cute_ops.fusion.own import Meanings
 from cute_ops.fusion.report import Entry, entry_of
 from cute_ops_torch.inductor import fusion_choice
@@ -236,7 +237,8 @@ def passes(given: Any) -> tuple[Any, ...]:
 
 def rewrite_after(module: torch.fx.GraphModule, choosing: ChooserAfter, exact: bool) -> list[Part]:
     """Replace parts of a graph after autograd, which changes; returns what became of each."""
-    front = AtenFront(module, exact)
+    with without_collections():
+        front = AtenFront(module, exact)
     _, _, chosen, _ = chosen_in(front, choosing, exact)
     work, parts = RewritingAfter(module, front, choosing), []
     outputs, taken = set(front.graph.outputs), set[Value]()

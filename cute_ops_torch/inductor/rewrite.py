@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 from cute_ops.fusion.analyse import Analysis, Found
 from cute_ops.fusion.choose import Choice
 from cute_ops.fusion.composite import Composite
-from cute_ops.fusion.graph import Graph
+from cute_ops.fusion.graph import Graph, without_collections
 from cute_ops.fusion.graph import Node as Value
 from cute_ops.fusion.scores import Known
 from cute_ops.fusion.settle import Expressions, Layers, settle
@@ -107,7 +107,8 @@ def rewrite(module: GraphModule, choosing: Choosing, exact: bool = False) -> Rew
         Unreadable: it does what no front end expects.
     """
     try:
-        front = DynamoFront(module, exact)
+        with without_collections():
+            front = DynamoFront(module, exact)
         analysis, layers, expressions, stay = chosen_in(front, choosing, exact)
     except Exception as error:
         raise Unreadable(f"{type(error).__name__}: {error}") from error
@@ -144,7 +145,8 @@ def chosen_in(front: Reading, choosing: Choosing, exact: bool) -> Chosen:
             for found in analysis.found
         ]
 
-    return settle(front.graph, front.known, exact, layer, expressions)
+    with without_collections():
+        return settle(front.graph, front.known, exact, layer, expressions)
 
 
 class Rewriting:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import numpy as np
 import pytest
 
@@ -10,7 +12,7 @@ from cute_ops.fusion import Graph, analyse, repeated
 from cute_ops.fusion.canonical import canonical
 from cute_ops.fusion.choose import choose
 from cute_ops.fusion.express import express
-from cute_ops.fusion.graph import Node
+from cute_ops.fusion.graph import Node, without_collections
 from cute_ops.fusion.match import meaning_of
 
 ROWS = (2, 3, 8)
@@ -215,3 +217,14 @@ def test_text_of_a_found_expression_is_read_back() -> None:
 
     for found in analyse(layers(2)).found:
         assert text_of(parse(found.text)) == found.text
+
+
+def test_no_garbage_is_collected_while_a_graph_is_read() -> None:
+    for enabled in (True, False):
+        (gc.enable if enabled else gc.disable)()
+        try:
+            with without_collections():
+                assert not gc.isenabled()
+            assert gc.isenabled() == enabled
+        finally:
+            gc.enable()
