@@ -20,11 +20,11 @@ import torch
 from cute_ops.declaration.op import Op
 from cute_ops.ops.expression.call import op_of
 from cute_ops.ops.gemm import by_call
+from cute_ops_torch.library.known_recipes import note
 from cute_ops_torch.library.reference import register_fake
 from cute_ops_torch.registry import define
 
 _BEFORE = "_by_"  # stands before the recipe in an attribute's name
-_recipes: dict[str, str] = {}
 
 
 def linear(epilogue: str, shapes: Sequence[str], layout: str) -> Op:
@@ -37,17 +37,6 @@ def fused(expression: str, operands: Mapping[str, str]) -> Op:
     """The op of an expression of rows."""
     op = op_of(expression, dict(operands), name="found")
     return _noted(op, f"fused({expression!r}, {dict(operands)!r})")
-
-
-def recipe_of(op: Op) -> str:
-    """The call of one of these functions that makes an op; empty for one that is registered anyway."""
-    return _recipes.get(op.name, "")
-
-
-def registering(op: Op) -> str:
-    """The Python statement that registers an op in another process; empty for one that is registered there anyway."""
-    recipe = recipe_of(op)
-    return f"import {__name__} as recipes; recipes.register(recipes.{recipe})" if recipe else ""
 
 
 def register(op: Op) -> None:
@@ -84,8 +73,7 @@ def __getattr__(name: str) -> Op:
 
 
 def _noted(op: Op, recipe: str) -> Op:
-    if op.name not in _recipes:
-        _recipes[op.name] = recipe
+    if note(op, recipe):
         letters = base64.b32encode(zlib.compress(recipe.encode())).decode().rstrip("=").lower()
         globals()[f"{op.name}{_BEFORE}{letters}"] = op
     return op

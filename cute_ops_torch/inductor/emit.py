@@ -38,6 +38,7 @@ from cute_ops.ops.gemm import by_call
 from cute_ops_torch.composite import recipes
 from cute_ops_torch.inductor.effects import example
 from cute_ops_torch.inductor.front import shape_of
+from cute_ops_torch.library.known_recipes import recipe_of
 from cute_ops_torch.registry import define
 
 NOTHING: Mapping[str, Any] = {}
@@ -133,7 +134,7 @@ class Emitter:
 
     def _called(self, call: Call) -> list[Node]:
         """The outputs of a call."""
-        recipe = recipes.recipe_of(call.op)
+        recipe = recipe_of(call.op)
         if recipe and self.leaves_python():
             made = self.function(torch.ops.cute.by_recipe.default, recipe, list(call.arrays))
             return [self.function(operator.getitem, made, k) for k in call.outputs]

@@ -21,12 +21,12 @@ from torch.compiler import config
 from cute_ops.autotune import choices
 from cute_ops.declaration.op import Op
 from cute_ops.declaration.tensor import Tensor
-from cute_ops_torch.composite import recipes
 from cute_ops_torch.host.call_site import CallSite, any_call, call_site
 from cute_ops_torch.host.launch import Launcher
 from cute_ops_torch.inductor import cache_key
 from cute_ops_torch.inductor.ahead import compile_ahead
 from cute_ops_torch.inductor.fusion_choice import asked_for, decomposed
+from cute_ops_torch.library.known_recipes import registering
 from cute_ops_torch.library.schema import defaults
 
 
@@ -66,7 +66,7 @@ def register_lowering(op: Op, overload: Any, launcher: Launcher) -> None:
         given = {n: (t, declared) for (n, declared), t in zip(op.inputs.items(), tensors, strict=True) if t is not None}
         kernel = f"extern_kernels.{kernels[device.type]}"
         call = _Call(device, kernel, given, [_literal(a) for a in attrs], list(op.outputs))
-        call.registering = recipes.registering(op)
+        call.registering = registering(op)
         call.outputs = [_Output(_layout(value), call, k) for k, value in enumerate(values)]
         outputs = tuple(ir.TensorBox.create(output) for output in call.outputs)
         return outputs if len(outputs) > 1 else outputs[0]
