@@ -25,6 +25,8 @@ _GATED: dict[str, tuple[str, dict[str, Any]]] = {
     "gelu_new": ("gelu_mul", {"approximate": "tanh"}),
     "gelu_pytorch_tanh": ("gelu_mul", {"approximate": "tanh"}),
 }
+# What configurations call the number of experts.
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 # The fields that are read, by the type that each must have.
 _COUNTS = (
@@ -83,8 +85,10 @@ def _calls(config: Mapping[str, Any], dtype: str, train: bool) -> Iterator[Call]
         yield from _norms(config, dtype, train)
     activation = config.get("hidden_activation") or config.get("hidden_act")
     if activation in _GATED and "intermediate_size" in config:
-        for size in {config["intermediate_size"], config.get("moe_intermediate_size") or config["intermediate_size"]}:
+        for size in _dense_sizes(config):
             yield from _gates(activation, hidden, size, dtype, train)
+    if _count(config, *_EXPERTS):
+        yield from _experts(config, activation, dtype, train)
     # If only some columns of a head are rotated, models cut off the others first.
     whole = config.get("partial_rotary_factor") in (None, 1.0)
     if "num_attention_heads" in config and whole and (config.get("rope_theta") or config.get("rope_parameters")):
@@ -131,6 +135,44 @@ def _gates(activation: str, hidden: int, size: int, dtype: str, train: bool) -> 
             yield from _mlp_products(hidden, size, dtype)
 
 
+def _dense_sizes(config: Mapping[str, Any]) -> list[int]:
+    """The columns of gated MLPs that are no experts."""
+    size = config["intermediate_size"]
+    if not _count(config, *_EXPERTS):
+        return [size]
+    shared = _count(config, "shared_expert_intermediate_size")
+    shared = shared or _count(config, "moe_intermediate_size") * _count(config, "n_shared_experts")
+    steps = _count(config, "first_k_dense_replace") or _count(config, "decoder_sparse_step") > 1
+    return [each for each in (size if steps or config.get("mlp_only_layers") else 0, shared) if each]
+
+
+def _experts(config: Mapping[str, Any], activation: Any, dtype: str, train: bool) -> Iterator[Call]:
+    """The tokens of experts, whose products the framework groups, and the usual gate."""
+    k, hidden = _count(config, "num_experts_per_tok", "experts_per_token") or 1, config["hidden_size"]
+    size = _count(config, "moe_intermediate_size", "intermediate_size")
+    rows, weights = Array((ROWS, hidden), dtype), {"weights": Array((ROWS, k), dtype)}
+    index, place = (Array((ROWS, k), kind) for kind in ("int64", "int32"))
+    yield Call("class_places", {"index": index}, attrs={"classes": _count(config, *_EXPERTS)})
+    yield from (Call("scattered_rows", {"x": rows, "place": place, **more}) for more in ({}, weights)[: 1 + train])
+    yield from (Call("gathered_sum", {"y": rows, "index": place, **more}) for more in (weights, {})[: 1 + train])
+    if train:
+        yield Call("gathered_dots", {"y": rows, "index": place, "dout": rows})
+    if activation in _GATED and size:
+        gated, attrs = _GATED[activation]
+        yield from _rows(
+            "swiglu" if gated == "silu_mul" else "geglu", {"x": 2 * size}, dtype, attrs, train=False, lead=(ROWS,)
+        )
+        if train:
+            step = "swiglu_bwd" if gated == "silu_mul" else "geglu_bwd"
+            yield from _rows(step, {"x": 2 * size, "dout": size}, dtype, attrs, train=False, lead=(ROWS,))
+
+
+def _count(config: Mapping[str, Any], *names: str) -> int:
+    """The first of these fields that is a number above 0; else 0."""
+    found = (config.get(name) for name in names)
+    return next((each for each in found if type(each) is int and each > 0), 0)
+
+
 def _rotations(config: Mapping[str, Any], dtype: str, train: bool) -> Iterator[Call]:
     """Rotations of queries and keys, by tables with two equal halves, of which a view of the first is used."""
     heads = config["num_attention_heads"]
@@ -163,7 +205,7 @@ def _products_of_heads(config: Mapping[str, Any], heads: tuple[int, int, int], d
         for columns in {count * size for count in (queries, keys)}:
             arrays = {"x": Array((ROWS, columns), dtype), "bias": Array((columns,), dtype)}
             yield Call("column_sum", arrays)
-    if size in SIZES:
+    if size in SIZES and not _norms_heads(config):
         yield from _rotated(config["hidden_size"], [queries, keys, keys], size, dtype)
 
 
@@ -171,7 +213,7 @@ def _normed_rotations(
     config: Mapping[str, Any], heads: tuple[int, int, int], dtype: str, train: bool
 ) -> Iterator[Call]:
     """Norms of queries' and keys' heads with their rotation; ``heads``: how many there are of each, and their size."""
-    if not str(config.get("model_type", "")).startswith(("qwen3", "gemma3")):
+    if not _norms_heads(config):
         return
     queries, keys, size = heads
     eps = float(config.get("rms_norm_eps") or 1e-6)
@@ -186,6 +228,11 @@ def _normed_rotations(
         yield Call("qk_norm_rope", inputs, memory, attrs)
         if train and positions > 1:
             yield Call("qk_norm_rope_bwd", {**inputs, "dq_out": q, "dk_out": k}, memory, attrs)
+
+
+def _norms_heads(config: Mapping[str, Any]) -> bool:
+    """Whether norms stand between queries and keys and their rotation."""
+    return str(config.get("model_type", "")).startswith(("qwen3", "gemma3"))
 
 
 def _rotated_back(heads: int, keys: int, size: int, dtype: str, exchanged: bool) -> Iterator[Call]:

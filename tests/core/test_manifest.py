@@ -363,6 +363,29 @@ def test_manifests_know_what_modules_of_either_layout_call() -> None:
     assert [lookup.find(name).name for name in parts] == parts
 
 
+def test_a_mixture_is_planned_from_its_configuration() -> None:
+    """With its experts' tokens and gates; gated MLPs only where layers have some that are no experts."""
+    mixture = LLAMA | {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 512}
+    routed = {"class_places", "scattered_rows", "gathered_sum", "swiglu"}
+    backward = {"gathered_dots", "swiglu_bwd"}
+    for train in (False, True):
+        calls = calls_of_model(mixture, train=train)
+        names = [call.name for call in calls]
+        assert {*names} >= (routed | backward if train else routed)
+        assert names.count("scattered_rows") == names.count("gathered_sum") == 1 + train
+        assert not {*names} & {"silu_mul", "gated_linear_saving"}
+        assert {build.variant_of(call, SM90).op for call in calls} >= routed
+    sizes = [
+        {call.inputs["up"].shape[-1] for call in calls_of_model(mixture | more) if call.name == "silu_mul"}
+        for more in (
+            {"mlp_only_layers": [0]}, {"first_k_dense_replace": 3, "n_shared_experts": 2}, {"decoder_sparse_step": 1},
+            {"shared_expert_intermediate_size": 96},
+        )
+    ]  # fmt: skip
+    assert sizes == [{14336}, {14336, 1024}, set(), {96}]
+    assert "geglu" in {call.name for call in calls_of_model(mixture | {"hidden_act": "gelu"})}
+
+
 def test_a_model_is_planned_from_its_configuration() -> None:
     calls = calls_of_model(LLAMA, train=True)
     names = [op.name for op in OPS if op.name in ("rmsnorm", "add_rmsnorm", "silu_mul")]
