@@ -15,7 +15,6 @@ from cute_ops import Array
 from cute_ops.declaration.binding import bind
 from cute_ops.jit.plan import plan
 from cute_ops.jit.target import parse
-from cute_ops.kernels.attention.combine import Combine
 from cute_ops.kernels.attention.config import AttentionConfig
 from cute_ops.ops.attention import config
 from cute_ops.ops.attention.attention_cached import attention_cached, attention_cached_packed
@@ -112,8 +111,8 @@ class Emulated(EmulatedCall):
             rows, e = b * s * h, out.shape[-1]
             of_out = struct.pack("<Qq3i4xq", place["out"], 1, s, h, s * h * e, h * e) if packed else of["out"]
             arguments = [of["partial"], of["partial_lse"], *of_rows[:-1], of_out, of_rows[-1]]
-            arguments += [struct.pack("<i", x) for x in (rows, splits)]
-            self._run("Combine", -(-rows // Combine.warps), arguments, {}, blocks)
+            arguments.append(struct.pack("<i", splits))
+            self._run("Combine", rows, arguments, {}, blocks)
         return {name: a[name] for name in ("out", "lse")}
 
     def _run(

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from cute_ops import testing
-from cute_ops.kernels.attention.combine import Combine
 from cute_ops.kernels.attention.config import DecodeConfig, MlaConfig
 from cute_ops.ops.attention.by_call import Captured, kind_of, op_of_call
 from cute_ops.ops.attention.config import Splitting
@@ -58,7 +57,7 @@ def run(
     emulated.run("DecodeAttention", names, [struct.pack("<i", x) for x in (call.g, splits)], ctas)
     if splits > 1:
         names = ["partial", "partial_lse", *["sinks"] * call.sinks, "out", "lse"]
-        emulated.run("Combine", names, [struct.pack("<i", x) for x in (rows, splits)], -(-rows // Combine.warps))
+        emulated.run("Combine", names, [struct.pack("<i", splits)], rows)
     return {name: emulated.arrays[name] for name in ("out", "lse")}
 
 
@@ -118,8 +117,7 @@ def run_latent(call: Decoding, given: dict[str, np.ndarray], folder: Path, arch:
     ctas = len(call.lengths) * splits * -(-call.s * call.r // MlaConfig.of(emulated.variant.config).rows)
     emulated.run("MlaDecode", [*emulated.arrays], [struct.pack("<i", splits)], ctas)
     if splits > 1:
-        numbers = [struct.pack("<i", x) for x in (rows, splits)]
-        emulated.run("Combine", ["partial", "partial_lse", "out", "lse"], numbers, -(-rows // Combine.warps))
+        emulated.run("Combine", ["partial", "partial_lse", "out", "lse"], [struct.pack("<i", splits)], rows)
     return {name: emulated.arrays[name] for name in ("out", "lse")}
 
 
