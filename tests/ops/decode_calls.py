@@ -81,6 +81,9 @@ def arrays(call: Decoding, seed: int) -> dict[str, np.ndarray]:
     pages, size = (b, call.keys) if not call.size else (b * call.keys // call.size + 3, call.size)
     each = -(-call.keys // size)
     table = rng.permutation(pages)[: b * each].reshape(b, each).astype(np.int32) if call.size else None
+    if table is not None and seed % 2:  # sequences share pages, and have some more than once
+        again = np.random.default_rng(seed).random(table.shape) < 0.3
+        table[again] = rng.permutation(table.reshape(-1))[: int(again.sum())]
     if table is not None and call.holes:
         outside = rng.random(table.shape) < 0.2
         table[outside] = rng.choice([-1, -(2**31), pages, 2**31 - 1], int(outside.sum()))
