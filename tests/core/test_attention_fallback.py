@@ -10,6 +10,7 @@ from cute_ops.declaration.shapes import Array
 from cute_ops.jit.layout import Memory
 from cute_ops.jit.target import parse
 from cute_ops.ops.attention.attention import attention, attention_bwd
+from cute_ops.ops.attention.attention_cached import attention_cached
 
 
 def runs_by_framework(dtype: str, arch: str | None, fused: str = "auto") -> bool:
@@ -31,6 +32,21 @@ def test_where_the_framework_computes(dtype: str, arch: str | None, by_framework
     """On a CPU the definition runs."""
     assert runs_by_framework(dtype, arch) == by_framework
     assert runs_by_framework(dtype, arch, "never")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "caches", "arch", "by_framework"),
+    [
+        ("bfloat16", "bfloat16", "sm_90a", False), ("bfloat16", "float8_e4m3fn", "sm_90a", False),
+        ("float16", "float8_e4m3fn", "sm_89", False), ("float16", "float8_e4m3fn", "sm_80", True),
+        ("float32", "float32", "sm_90a", True), ("float32", "float8_e4m3fn", "sm_90a", True),
+    ],
+)  # fmt: skip
+def test_where_the_framework_attends_to_caches(dtype: str, caches: str, arch: str, by_framework: bool) -> None:
+    arrays = {"q": Array((2, 9, 4, 32), dtype), **dict.fromkeys("kv", Array((2, 16, 2, 32), caches))}
+    binding = bind(attention_cached, arrays | {"lengths": Array((2,), "int32")}, {"causal": True})
+    memory = {name: Memory((array.shape[1] * 64, 64, 32, 1)) for name, array in arrays.items()}
+    assert (dispatch.fallback(binding, memory, parse(arch)) is not None) == by_framework
 
 
 def test_a_kernel_that_is_asked_for() -> None:

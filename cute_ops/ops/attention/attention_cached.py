@@ -267,9 +267,7 @@ def declare(name: str, own: mods.Own = mods.NONE, packed: bool = False) -> Op:
         called="attention" if functions else "",
         arrange=fill,
         reference=forward,
-        fallback=by_framework(
-            forward, [*given], ("out", "lse"), _has_no_kernel, {**WIDE, "C": (*WIDE["T"], FP8)}
-        ),
+        fallback=by_framework(forward, [*given], ("out", "lse"), _has_no_kernel, {**WIDE, "C": WIDE["T"]}),
         kernel=Kernel("cute_ops.kernels.attention.fwd:attention_cached"),
         tuning=Tuning(partial(config.attention_cached, own), workspace=partial(config.workspace_cached, own)),
         inference_only="caches have no gradient: train with attention to keys and values of their own.",
