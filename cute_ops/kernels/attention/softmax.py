@@ -49,6 +49,17 @@ def exp2(x, *, loc=None, ip=None):
 
 
 @dsl_user_op
+def rounded_product(x, y, *, loc=None, ip=None):
+    """``x * y``, rounded: not fused with an addition that follows."""
+    operands = [Float32(each).ir_value(loc=loc, ip=ip) for each in (x, y)]
+    value = llvm.inline_asm(
+        T.f32(), operands, "mul.rn.f32 $0, $1, $2;", "=f,f,f",
+        has_side_effects=False, is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT,
+    )  # fmt: skip
+    return Float32(value)
+
+
+@dsl_user_op
 def pack(low, high, dtype, *, loc=None, ip=None):
     """Two numbers as 16-bit floats in one register, here: LLVM moves a conversion to where its result is used, past
     instructions that multiply, and keeps twice the registers until then.
@@ -86,8 +97,15 @@ class OnlineSoftmax:
 
     def log2(self, largest):
         """The largest score, of base 2."""
-        score = largest * Float32(self.scale * LOG2_E)
+        score = self._scaled(largest)
         return score + Float32(self.offset * LOG2_E) if self.offset else score
+
+    def _scaled(self, number):
+        """A number times the scale, of base 2, by which exponents are shifted. An offset takes most of it away: fused
+        with that it would be another number than without.
+        """
+        scale = Float32(self.scale * LOG2_E)
+        return rounded_product(number, scale) if self.offset else number * scale
 
     @cute.jit
     def add(self, rS, rMax, rSum):
@@ -136,7 +154,7 @@ class OnlineSoftmax:
             kept = (highest - before) * scale < self.growth
             highest = cutlass.select_(kept, before, highest)
         # A row without a key so far: -inf less -inf would be NaN.
-        shift = cutlass.select_(highest == -Float32.inf, Float32(0.0), highest) * scale
+        shift = self._scaled(cutlass.select_(highest == -Float32.inf, Float32(0.0), highest))
         factor, rMax[r] = exp2(before * scale - shift), highest
         return shift, cutlass.select_(kept, Float32(1.0), factor) if self.growth else factor
 
