@@ -274,33 +274,37 @@ class MlaDecodeSm90(Latent):
     ):  # fmt: skip
         count = work.end - work.begin
         for index in cutlass.range(0, count, GROUPS, unroll=1):
-            self._take_block(own, work, shared, (index, 0, thread))
+            self._score(own, shared, (index, 0))
+            whole = self._is_whole(work, shared, index, 0)
+            warpgroup.wait_group(0)
+            factors = self._weigh(own, work, shared, (index, 0, thread), whole)
+            self._lay_weights(own, shared, (0, thread), factors)
+            self._add_own(own, shared, (0, thread), factors)
             if index + 1 < count:
-                self._add_other(own, shared, (1, thread))
+                self._begin_other(own, shared, 1, thread)
+                self._end_other(shared, 1, thread)
 
     @cute.jit
     def _go_through_odd(
         self, own: cutlass.Constexpr, work: cutlass.Constexpr, shared: cutlass.Constexpr, thread
     ):  # fmt: skip
+        """A block's scores are issued before the values of the even block, whose weights come later."""
         count = work.end - work.begin
         for index in cutlass.range(1, count, GROUPS, unroll=1):
-            self._add_other(own, shared, (0, thread))
-            self._take_block(own, work, shared, (index, 1, thread))
+            self._score(own, shared, (index, 1))
+            self._begin_other(own, shared, 0, thread)
+            whole = self._is_whole(work, shared, index, 1)
+            warpgroup.wait_group(1)
+            factors = self._weigh(own, work, shared, (index, 1, thread), whole)
+            # ptxas would move the wait ahead of the exponentials, but not over a branch on their sums.
+            if own.rSum[0] + own.rSum[1] < 0.0:
+                cute.arch.sync_warp()
+            self._end_other(shared, 0, thread)
+            self._lay_weights(own, shared, (1, thread), factors)
+            self._add_own(own, shared, (1, thread), factors)
         if count % GROUPS == 1:
-            self._add_other(own, shared, (0, thread))
-
-    @cute.jit
-    def _take_block(
-        self, own: cutlass.Constexpr, work: cutlass.Constexpr, shared: cutlass.Constexpr, place: cutlass.Constexpr
-    ):  # fmt: skip
-        """Score a block of a warpgroup, lay its weights for the other one, and add its values to the own columns."""
-        index, group, thread = place
-        self._score(own, shared, (index, group))
-        whole = self._is_whole(work, shared, index, group)
-        warpgroup.wait_group(0)
-        factors = self._weigh(own, work, shared, place, whole)
-        self._lay_weights(own, shared, (group, thread), factors)
-        self._add_own(own, shared, (group, thread), factors)
+            self._begin_other(own, shared, 0, thread)
+            self._end_other(shared, 0, thread)
 
     @cute.jit
     def _score(self, own: cutlass.Constexpr, shared: cutlass.Constexpr, place: cutlass.Constexpr):
@@ -379,9 +383,8 @@ class MlaDecodeSm90(Latent):
         self._release(shared, group, thread)
 
     @cute.jit
-    def _add_other(self, own: cutlass.Constexpr, shared: cutlass.Constexpr, at: cutlass.Constexpr):
-        """Add the weighted values of a block of the other warpgroup, once it has the weights."""
-        group, thread = at
+    def _begin_other(self, own: cutlass.Constexpr, shared: cutlass.Constexpr, group: cutlass.Constexpr, thread):
+        """Issue the weighted values of a block of the other warpgroup, once it has the weights."""
         cute.arch.barrier(barrier_id=READY + group, number_of_threads=GROUPS * WARPGROUP)
         factors, row = cute.make_rmem_tensor(2, Float32), first_row(thread)
         for r in cutlass.range_constexpr(2):
@@ -389,6 +392,9 @@ class MlaDecodeSm90(Latent):
             own.rSum[r] = own.rSum[r] * factors[r]
         self.softmax.rescale_grown(own.rO, factors)
         multiply(own.mma_other, (own.weights, own.values), own.rO, (0, group))
+
+    def _end_other(self, shared, group, thread):
+        """Wait for these values, and let the block be overwritten."""
         warpgroup.wait_group(0)
         self._release(shared, group, thread)
 
