@@ -12,7 +12,8 @@ import io
 import random
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import peft
@@ -112,12 +113,13 @@ class State(NamedTuple):
 Treatment = Callable[[State, random.Random], State]
 
 
-def check(seed: int) -> None:
+def check(seed: int, instead: Mapping[str, Treatment] = MappingProxyType({})) -> None:
+    """``instead``: treatments in the place of those of the same name."""
     name, steps = drawn(seed)
     print(f"seed {seed}: {said(seed)}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        expected, got = (_treated(name, steps, seed, patches) for patches in (False, True))
+        expected, got = (_treated(name, steps, seed, patches, instead=instead) for patches in (False, True))
         assert expected.keys() == got.keys(), f"{expected.keys() ^ got.keys()}"
         moved: dict[str, torch.Tensor] = {}
         for key, e in expected.items():
@@ -125,7 +127,7 @@ def check(seed: int) -> None:
             size = max(float(e.abs().max()), 1e-2) if e.numel() else 1.0
             error, allowed = _off(got[key], e) / size, 1024 * torch.finfo(torch.float32).eps
             if error > allowed:  # as ill-conditioned as a change of the weights' last bit shows
-                moved = moved or _treated(name, steps, seed, False, moved=True)
+                moved = moved or _treated(name, steps, seed, False, moved=True, instead=instead)
                 allowed = max(allowed, 4 * _off(moved[key], e) / size)
             assert error <= allowed, f"{key} is off by {error:.3g} of its size, {allowed:.3g} allowed"
 
@@ -180,8 +182,9 @@ def _off(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def _treated(
-    name: str, steps: list[str], seed: int, patches: bool, moved: bool = False, dtype: torch.dtype | None = None
-) -> dict[str, torch.Tensor]:
+    name: str, steps: list[str], seed: int, patches: bool, moved: bool = False, dtype: torch.dtype | None = None,
+    *, instead: Mapping[str, Treatment] = MappingProxyType({}),
+) -> dict[str, torch.Tensor]:  # fmt: skip
     """What the treatments find; with ``dtype`` of a model in that, whose weights bfloat16 holds."""
     torch.manual_seed(seed)
     state = State(_made(name) if dtype is None else _made(name).bfloat16().to(dtype), {}, patches)
@@ -192,7 +195,7 @@ def _treated(
     results = dict[str, torch.Tensor]()
     for i, step in enumerate([*steps, "train"]):
         torch.manual_seed(seed + i)
-        state = (TREATMENTS | SLOW)[step](state._replace(found={}), random.Random(seed * 10 + i))
+        state = (TREATMENTS | SLOW | {**instead})[step](state._replace(found={}), random.Random(seed * 10 + i))
         results |= {f"{i} {step}: {key}": value for key, value in state.found.items()}
     return results
 
@@ -206,12 +209,12 @@ def _made(name: str, config: Any = None) -> Any:
     return model
 
 
-def _base(model: Any) -> Any:
+def base_of(model: Any) -> Any:
     return model.get_base_model() if isinstance(model, peft.PeftModel) else model
 
 
 def _name(model: Any) -> str:
-    return next(cls.__name__ for cls in type(_base(model)).__mro__ if cls.__name__ in MODELS)
+    return next(cls.__name__ for cls in type(base_of(model)).__mro__ if cls.__name__ in MODELS)
 
 
 def _is_patched(model: nn.Module) -> bool:
@@ -345,7 +348,7 @@ def _disable(state: State, rng: random.Random) -> State:
 
 
 def _checkpoint(state: State, rng: random.Random) -> State:
-    if not _base(state.model).supports_gradient_checkpointing:
+    if not base_of(state.model).supports_gradient_checkpointing:
         return state
     if rng.random() < 0.7:
         state.model.gradient_checkpointing_enable({"use_reentrant": rng.random() < 0.3})
@@ -425,15 +428,15 @@ def _attentions(state: State, rng: random.Random) -> State:
     if _name(state.model) in ("Mamba2ForCausalLM", SPEECH):
         return state
     if rng.random() < 0.5:
-        _base(state.model).set_attn_implementation("eager")
-    return _call(state, rng, output_attentions=_base(state.model).config._attn_implementation == "eager")
+        base_of(state.model).set_attn_implementation("eager")
+    return _call(state, rng, output_attentions=base_of(state.model).config._attn_implementation == "eager")
 
 
 def _embeds(state: State, rng: random.Random) -> State:
     inputs = _inputs(state, rng)
     if "input_ids" not in inputs:
         return state
-    embeds = _base(state.model).get_input_embeddings()(inputs.pop("input_ids")).detach().requires_grad_()
+    embeds = base_of(state.model).get_input_embeddings()(inputs.pop("input_ids")).detach().requires_grad_()
     out = state.model.train()(inputs_embeds=embeds, **inputs)
     out.loss.backward()
     state.found["gradient of embeddings"] = embeds.grad

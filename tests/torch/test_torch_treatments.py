@@ -17,10 +17,20 @@ peft = pytest.importorskip("peft")
 from tests.torch.drawn_treatments import GROUPED, MODELS, check, check_in_16_bits  # noqa: E402
 
 
-@pytest.mark.parametrize("seed", range(100, 107))
+@pytest.mark.parametrize("seed", range(100, 106))
 def test_drawn_treatments(seed: int) -> None:
     """``python -m tests.torch.drawn_treatments --count 500`` runs more of them."""
     check(seed)
+
+
+@pytest.mark.drawn(0.34)
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [5002, 5006, 5008])
+def test_drawn_treatments_of_compiled_models(seed: int) -> None:
+    """``python -m tests.torch.drawn_compiled --count 50`` runs more of them."""
+    from tests.torch.drawn_compiled import check as check_compiled  # Dynamo takes a second
+
+    check_compiled(seed)
 
 
 @pytest.mark.parametrize("seed", range(211, 214))
