@@ -104,8 +104,8 @@ def _first_bwd(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
     operands |= {"x": x.reshape(shape), "dy": inputs["dout"].reshape(shape)}
     operands |= {name: inputs[name] for name in ("mean", "rstd")}
     found = call(steps.group_norm_rows_bwd, operands, _silu(attrs))
-    gradients = {f"d{name}": None if each is None else found[f"d{name}"].reshape(-1) for name, each in given.items()}
-    return {"dx": found["dx"].reshape(x.shape), **gradients}
+    sums = {name: found[name].reshape((*lead, channels)) for name in ("product", "total")}
+    return {"dx": found["dx"].reshape(x.shape), **_dweight(xp, call, {**inputs, **sums}, attrs)}
 
 
 # --- channels first, each of which is a row: groups that are long ----------------------------------------------------
@@ -194,7 +194,8 @@ def _last_bwd(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
     if _fits(x, groups, 2):
         operands = {name: inputs[name] for name in ("x", "mean", "rstd", "weight", "bias")}
         given = {**operands, "dy": inputs["dout"]}
-        return call(steps.group_norm_examples_bwd, given, _silu(attrs))
+        found = call(steps.group_norm_examples_bwd, given, _silu(attrs))
+        return {"dx": found["dx"], **_dweight(xp, call, {**inputs, **found}, attrs)}
     weight, bias = _parameters(xp, inputs, -1)
     operands = {"x": x, "dy": inputs["dout"], **_spread(xp, x, groups, inputs), "weight": weight, "bias": bias}
     slopes = call(steps.group_norm_slopes, operands, _silu(attrs))

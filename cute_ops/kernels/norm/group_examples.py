@@ -13,16 +13,15 @@ from cute_ops.declaration.shapes import ITEMSIZE
 from cute_ops.hardware import VECTOR_BYTES, WARP
 from cute_ops.kernels.lib.activation import silu
 from cute_ops.kernels.lib.arguments import named
-from cute_ops.kernels.lib.column_reduce import ColumnSum
 from cute_ops.kernels.lib.copy import copy_vector, fragment, gmem_elements, gmem_pointer, load, narrow, store, widen
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_layout import SMEM_PERCENT, row_address, row_count
 from cute_ops.kernels.norm.group_config import GroupConfig
-from cute_ops.kernels.norm.group_sums import ClusterNumbers, slope_of
+from cute_ops.kernels.norm.group_sums import ClusterChannels, ClusterNumbers, slope_of
 
 
 class Tensors(NamedTuple):
-    """The op's tensors, and its workspaces, None where absent."""
+    """The op's tensors, None where absent."""
 
     x: Any
     dy: Any
@@ -32,10 +31,8 @@ class Tensors(NamedTuple):
     bias: Any
     out: Any
     dx: Any
-    dweight: Any
-    dbias: Any
-    dweight_partials: Any
-    dbias_partials: Any
+    product: Any
+    total: Any
 
 
 # The compiler takes frozen dataclasses for values that loops do not change.
@@ -161,6 +158,11 @@ class GroupExamples:
         """The numbers of an example's groups."""
         address = row_address(m, self.keys[name], Int64(place.example), self.groups)
         return gmem_elements(Float32, address, self.groups)
+
+    @cute.jit
+    def store_if(self, valid: Boolean, target: cute.Tensor, i: Int32, value: Float32):
+        if valid:
+            target[i] = value
 
     def allocate(self, smem):
         """Shared memory of sums: those of threads, those of helpers, and the numbers of the cluster."""
@@ -304,18 +306,12 @@ class GroupExamplesForward(GroupExamples):
             group = (place.channel + j) // self.d
             for name, values in zip(("mean", "rstd"), numbers):
                 g = self.row_numbers(getattr(tensors, name), name, place)
-                self._store_if(here & (place.channel + j == group * self.d), g, group, values[j])
-
-    @cute.jit
-    def _store_if(self, valid: Boolean, target: cute.Tensor, i: Int32, value: Float32):
-        if valid:
-            target[i] = value
+                self.store_if(here & (place.channel + j == group * self.d), g, group, values[j])
 
 
 class GroupExamplesBackward(GroupExamples):
     """Gradients as of :class:`~cute_ops.kernels.norm.group_rows.GroupRowsBackward`.
 
-    Each CTA's sums of channels are in a row of the workspaces, which a second launch adds up in a fixed order.
     Bytes moved per element: x, dy and dx once each.
     """
 
@@ -325,20 +321,18 @@ class GroupExamplesBackward(GroupExamples):
 
     def __init__(self, variant):
         super().__init__(variant)
-        self.column_sum = ColumnSum(self.c, variant.arch)
+        self.channels = ClusterChannels(self.width, self.cluster)
 
     @cute.jit
     def __call__(self, *arguments):
         tensors = named(Tensors, self.variant, arguments)
         self.kernel(tensors).launch(**self.launched(tensors, arguments[-1]))
-        partials = (tensors.dweight_partials, tensors.dbias_partials)
-        if const_expr(any(each is not None for each in partials)):
-            self.column_sum(partials, (tensors.dweight, tensors.dbias), arguments[-1])
 
     @cute.kernel
     def kernel(self, tensors):
         smem = cutlass.utils.SmemAllocator()
-        slots, sums = self.slots(smem, tensors), self.allocate(smem)
+        slots, sums, owned = self.slots(smem, tensors), self.allocate(smem), self.channels.allocate(smem)
+        self.channels.prepare(owned)
         self.numbers.prepare(sums[2])
         place, start = self.place()
         wait_for_previous(self.pdl)
@@ -347,6 +341,7 @@ class GroupExamplesBackward(GroupExamples):
         mean, rstd = (self._numbers(getattr(tensors, name), name, place) for name in ("mean", "rstd"))
         numbers = mean, rstd, weight, bias
         self.numbers.ready(sums[2])
+        self.channels.ready(owned)
         cute.arch.cp_async_wait_group(0)
         found = [fragment(Float32, self.vec, 0.0) for _ in range(2)]
         self._sum(tensors, slots, place, found, numbers)
@@ -355,12 +350,14 @@ class GroupExamplesBackward(GroupExamples):
         cute.arch.barrier()
         for which in cutlass.range_constexpr(2):
             self.tell(sums, which, 0, start, tensors.weight)
-        self._store_partials(tensors, sums, start)
+        self._tell_channels(tensors, sums, owned, start)
         self.numbers.wait(sums[2], 0)
         let_next_start(self.pdl)
         if const_expr(tensors.dx is not None):
             pulls = [self.means(sums, place, 0, which) for which in range(2)]
             self._write(tensors, slots, place, numbers, pulls)
+        self.channels.wait(owned)
+        self._store_sums(tensors, owned, start)
 
     def _numbers(self, m, name, place):
         """The numbers of the groups of this thread's channels."""
@@ -389,17 +386,34 @@ class GroupExamplesBackward(GroupExamples):
                 found[1][j] = found[1][j] + slope
 
     @cute.jit
-    def _store_partials(self, tensors: cutlass.Constexpr, sums: cutlass.Constexpr, start: Int32):
-        """Store this CTA's sums of channels: a row of the workspaces for each example and CTA of a cluster."""
-        block, rank, _ = cute.arch.block_idx()
-        line = Int64(block // self.blocks) * self.cluster + (rank if const_expr(self.cluster > 1) else 0)
-        for column in cutlass.range(cute.arch.thread_idx()[0], self.width, self.threads, unroll=1):
-            if start + column < self.c:
-                for which, mPartials in enumerate((tensors.dweight_partials, tensors.dbias_partials)):
-                    if const_expr(mPartials is not None):
-                        place = line * self.c + Int64(start + column)
-                        target = gmem_elements(Float32, mPartials.iterator.toint() + place * 4, 1)
-                        target[0] = self.of_channel(sums, column, which)
+    def _tell_channels(
+        self, tensors: cutlass.Constexpr, sums: cutlass.Constexpr, owned: cutlass.Constexpr, start: Int32
+    ):
+        """Tell the cluster this CTA's sums of channels, or write them."""
+        for column in cutlass.range(cute.arch.thread_idx()[0], self.channels.padded, self.threads, unroll=1):
+            place = cutlass.min(column, self.width - 1)
+            values = [self.of_channel(sums, place, which) for which in range(2)]
+            if const_expr(self.cluster > 1):
+                self.channels.send(owned, column, values)
+            else:
+                self._store(tensors, start + column, values)
+
+    @cute.jit
+    def _store_sums(self, tensors: cutlass.Constexpr, owned: cutlass.Constexpr, start: Int32):
+        """Write the sums of this CTA's channels of a cluster."""
+        if const_expr(self.cluster > 1):
+            rank = cute.arch.block_idx()[1]
+            for i in cutlass.range(cute.arch.thread_idx()[0], self.channels.own, self.threads, unroll=1):
+                column = i * self.cluster + rank
+                if column < self.width:
+                    self._store(tensors, start + column, self.channels.totals(owned, i))
+
+    def _store(self, tensors, channel, values):
+        """Write a channel's sums; those of channels past the last one have no place."""
+        example = Int64(cute.arch.block_idx()[0] // self.blocks)
+        for name, value in zip(("product", "total"), values):
+            address = row_address(getattr(tensors, name), self.keys[name], example, self.c)
+            self.store_if(channel < self.c, gmem_elements(Float32, address, self.c), channel, value)
 
     @cute.jit
     def _write(

@@ -13,16 +13,15 @@ from cutlass.cute.nvgpu import LoadCacheMode, cpasync
 from cute_ops.declaration.shapes import ITEMSIZE
 from cute_ops.hardware import VECTOR_BYTES, WARP
 from cute_ops.kernels.lib.arguments import named
-from cute_ops.kernels.lib.column_reduce import ColumnSum
 from cute_ops.kernels.lib.copy import copy_vector, fragment, gmem_elements, gmem_pointer, load, narrow, store, widen
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_layout import SMEM_PERCENT, element_address, row_address, row_count
 from cute_ops.kernels.norm.group_config import GroupConfig
-from cute_ops.kernels.norm.group_sums import ClusterNumbers, slope_of
+from cute_ops.kernels.norm.group_sums import ClusterChannels, ClusterNumbers, slope_of
 
 
 class Tensors(NamedTuple):
-    """The op's tensors, and its workspaces, None where absent."""
+    """The op's tensors, None where absent."""
 
     x: Any
     dy: Any
@@ -31,10 +30,8 @@ class Tensors(NamedTuple):
     weight: Any
     bias: Any
     dx: Any
-    dweight: Any
-    dbias: Any
-    dweight_partials: Any
-    dbias_partials: Any
+    product: Any
+    total: Any
 
 
 # The compiler takes frozen dataclasses for values that loops do not change.
@@ -71,13 +68,11 @@ class Group:
 
 class GroupRowsBackward:
     """``dx = rstd * (s * weight - mean(s * weight) - y * mean(s * weight * y))``, where y is x normalised and ``s`` the
-    gradient of ``y * weight + bias``; ``dweight`` and ``dbias`` are the sums of ``s * y`` and ``s`` over examples and
-    positions.
+    gradient of ``y * weight + bias``; ``product`` and ``total`` are the sums of ``s * y`` and ``s`` over positions.
 
     Tile: the CTAs of a cluster share a group, each a span of whole vectors. A team of ``team`` threads takes a channel
     of the span after another, for sums first and then for the gradient. In the form ``smem`` the span is copied to
     shared memory once; with ``passes`` it is read twice, by vectors as wide as channels allow.
-    Each CTA's sums of channels are a row of the workspaces, which a second launch adds up in a fixed order.
     Shared memory: the span of x and dy; 8 bytes for each channel and warp of a team, 8 more for a channel.
     Bytes moved per element: x, dy and dx once each.
     """
@@ -98,27 +93,18 @@ class GroupRowsBackward:
         self.most = max(min(self.most, self.d), 1)
         self.warps = max(self.team // WARP, 1)
         self.numbers = ClusterNumbers(2, self.cluster, 1)
-        self.column_sum = ColumnSum(self.heads * self.d, variant.arch)
+        self.channels = ClusterChannels(self.d, self.cluster)
         self.pdl = can_use_pdl(variant.arch)
 
     @cute.jit
     def __call__(self, *arguments):
         tensors = named(Tensors, self.variant, arguments)
-        stream = arguments[-1]
         self.kernel(tensors).launch(
             grid=[Int32(row_count(tensors.x, 2)), self.cluster, 1], block=[self.threads, 1, 1],
             cluster=[1, self.cluster, 1] if self.cluster > 1 else None, min_blocks_per_mp=self.config.resident,
             preferred_smem_carveout=100 if self.config.form == "smem" else SMEM_PERCENT,
-            stream=stream, use_pdl=self.pdl,
+            stream=arguments[-1], use_pdl=self.pdl,
         )  # fmt: skip
-        partials = (tensors.dweight_partials, tensors.dbias_partials)
-        if const_expr(any(each is not None for each in partials)):
-            flat = cute.make_layout(self.heads * self.d)
-            outputs = [
-                None if const_expr(mD is None) else cute.make_tensor(mD.iterator, flat)
-                for mD in (tensors.dweight, tensors.dbias)
-            ]
-            self.column_sum(partials, tuple(outputs), stream)
 
     @cute.kernel
     def kernel(self, tensors):
@@ -134,7 +120,8 @@ class GroupRowsBackward:
             None if const_expr(mW is None) else smem.allocate_tensor(Float32, cute.make_layout(self.most))
             for mW in (tensors.weight, tensors.bias)
         ]
-        shared = self.numbers.allocate(smem)
+        shared, owned = self.numbers.allocate(smem), self.channels.allocate(smem)
+        self.channels.prepare(owned)
         self.numbers.prepare(shared)
         row = Int64(group)
         head = Int32(row % self.heads)
@@ -151,18 +138,21 @@ class GroupRowsBackward:
         first = begin // self.s
         self._parameters(tensors, parameters, head, first)
         self.numbers.ready(shared)
+        self.channels.ready(owned)
         cute.arch.cp_async_wait_group(0)
         cute.arch.barrier()
         walk = Walk(begin, end, mean, rstd, sources, spans, *parameters)
         self._add_up(walk, sums)
         cute.arch.barrier()
         if cute.arch.thread_idx()[0] < WARP:
-            self._finish(tensors, walk, sums, shared, (row // self.heads) * self.cluster + rank, head)
+            self._finish(tensors, walk, sums, (shared, owned), row)
         self.numbers.wait(shared, 0)
         let_next_start(self.pdl)
         if const_expr(tensors.dx is not None):
             means = [self.numbers.total(shared, i, 0) * (1.0 / self.n) for i in range(2)]
             self._write(walk, self._group(tensors.dx, self.keys["dx"], row), means)
+        self.channels.wait(owned)
+        self._store_sums(tensors, owned, row, rank)
 
     def _group(self, mX, key, row):
         """A row's group in a tensor."""
@@ -252,26 +242,41 @@ class GroupRowsBackward:
     @cute.jit
     def _finish(
         self, tensors: cutlass.Constexpr, walk: cutlass.Constexpr, sums: cute.Tensor, shared: cutlass.Constexpr,
-        line: Int64, head: Int32,
+        row: Int64,
     ):  # fmt: skip
-        """Write the channels' sums to the workspaces, and tell the cluster those of the row; by the first warp."""
+        """Tell the cluster the sums of the group, and those of channels, or write these; by the first warp."""
+        numbers, owned = shared
         lane, first = cute.arch.lane_idx(), walk.begin // self.s
         count = self._channels(walk)[3]
         pull, push = Float32(0.0), Float32(0.0)
-        for channel in cutlass.range(lane, self.d, WARP, unroll=1):
+        for channel in cutlass.range(lane, self.channels.padded, WARP, unroll=1):
             inside = (channel >= first) & (channel < first + count)
             place = cutlass.min(cutlass.max(channel - first, 0), self.most - 1)
             product, total = (cutlass.select_(inside, x, Float32(0.0)) for x in self._of_warps(sums, place))
-            partials = tensors.dweight_partials, tensors.dbias_partials
-            for mPartials, value in zip(partials, (product, total)):
-                if const_expr(mPartials is not None):
-                    column = Int64(line) * (self.heads * self.d) + Int64(head * self.d + channel)
-                    gmem_elements(Float32, mPartials.iterator.toint() + column * 4, 1)[0] = value
+            if const_expr(self.cluster > 1):
+                self.channels.send(owned, channel, (product, total))
+            else:
+                self._store(tensors, row, channel, (product, total))
             weight = Float32(1.0) if const_expr(walk.weights is None) else walk.weights[place]
             pull = pull + product * weight
             push = push + total * weight
         for i, value in enumerate((pull, push)):
-            self.numbers.send(shared, Int32(i), cute.arch.warp_reduction(value, operator.add), 0)
+            self.numbers.send(numbers, Int32(i), cute.arch.warp_reduction(value, operator.add), 0)
+
+    def _store(self, tensors, row, channel, values):
+        """Write a channel's sums."""
+        for name, value in zip(("product", "total"), values):
+            address = row_address(getattr(tensors, name), self.keys[name], row, self.d)
+            gmem_elements(Float32, address, self.d)[channel] = value
+
+    @cute.jit
+    def _store_sums(self, tensors: cutlass.Constexpr, owned: cutlass.Constexpr, row: Int64, rank):
+        """Write the sums of this CTA's channels of a cluster."""
+        if const_expr(self.cluster > 1):
+            for i in cutlass.range(cute.arch.thread_idx()[0], self.channels.own, self.threads, unroll=1):
+                channel = i * self.cluster + rank
+                if channel < self.d:
+                    self._store(tensors, row, channel, self.channels.totals(owned, i))
 
     def _of_warps(self, sums, place):
         """A channel's sums over the warps of its team."""

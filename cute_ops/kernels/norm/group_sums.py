@@ -75,6 +75,63 @@ class ClusterNumbers:
         return total
 
 
+class ClusterChannels:
+    """Two numbers of each of ``count`` channels of each CTA, and their sums over the cluster, each in one CTA: those of
+    channel c in CTA ``c % cluster``. Without a cluster none are kept.
+
+    Shared memory: 8 bytes for each channel, and an mbarrier.
+    """
+
+    def __init__(self, count, cluster):
+        self.cluster, self.own = cluster, -(-count // cluster)
+        self.padded = self.own * cluster
+
+    def allocate(self, smem):
+        """(the numbers of this CTA's channels, an mbarrier)"""
+        if self.cluster == 1:
+            return None, None
+        layout = cute.make_layout((2, self.own, self.cluster), stride=(1, 2, 2 * self.own))
+        return smem.allocate_tensor(Float32, layout, byte_alignment=16), smem.allocate_array(Int64, 1)
+
+    @cute.jit
+    def prepare(self, shared):
+        """Initialise the mbarrier, before :class:`ClusterNumbers` tells the cluster."""
+        if const_expr(self.cluster > 1):
+            if cute.arch.thread_idx()[0] == 0:
+                cute.arch.mbarrier_init(shared[1], 1)
+
+    @cute.jit
+    def ready(self, shared):
+        """Say how much this CTA waits for, after the cluster has met."""
+        if const_expr(self.cluster > 1):
+            if cute.arch.thread_idx()[0] == 0:
+                cute.arch.mbarrier_arrive_and_expect_tx(shared[1], 2 * self.padded * 4)
+
+    def send(self, shared, channel, values):
+        """Tell a channel's CTA what this one has of it; of every channel below ``padded`` once."""
+        sOwn, barrier = shared
+        peer = channel % self.cluster
+        place = cute.crd2idx((0, channel // self.cluster, cute.arch.block_idx_in_cluster()), sOwn.layout)
+        sTarget = cute.arch.map_dsmem_ptr(sOwn.iterator + place, peer).toint()
+        sBarrier = cute.arch.map_dsmem_ptr(barrier, peer).toint()
+        for i, value in enumerate(values):
+            cute.arch.inline_ptx(
+                "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [{$r0}], {$r1}, [{$r2}];",
+                read_only_args=[Int32(sTarget + 4 * i), value, Int32(sBarrier)],
+            )
+
+    def wait(self, shared):
+        if self.cluster > 1:
+            cute.arch.mbarrier_wait(shared[1], 0)
+
+    def totals(self, shared, i):
+        """The sums of this CTA's i-th channel, in the order of the CTAs."""
+        found = [Float32(0.0), Float32(0.0)]
+        for rank in range(self.cluster):
+            found = [total + shared[0][which, i, rank] for which, total in enumerate(found)]
+        return found
+
+
 def slope_of(dy, normed, weight, bias, silu):
     """The gradient of what is scaled and shifted, before the activation."""
     if not silu:

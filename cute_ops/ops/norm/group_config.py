@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from cute_ops.declaration.config import Config, Problem
-from cute_ops.declaration.shapes import ITEMSIZE, Array
+from cute_ops.declaration.config import Problem
+from cute_ops.declaration.shapes import ITEMSIZE
 from cute_ops.hardware import ARCHES, VECTOR_BYTES, WARP
 from cute_ops.kernels.norm.group_config import GroupConfig
 from cute_ops.ops.rows import RESERVED_BYTES, next_power, ring_bytes
@@ -21,25 +21,21 @@ LAST_BYTES, LAST_THREADS, LAST_VECTORS, LAST_SM_THREADS = 92_000, 384, 8, 768
 # What CTAs of a cluster lose beside each other: SMs of a group (GPC) that no cluster fits into, and their meeting.
 CLUSTER_COST = {1: 1.0, 2: 1.01, 4: 1.03, 8: 1.06, 16: 1.1}
 SECTOR_BYTES = 32
-# Elements of a CTA that reads twice, where a cluster can share more.
-PASSES = 1 << 14
+# Elements of a CTA that reads twice, where a cluster can share more, and CTAs of the largest of these.
+PASSES, MOST_PASSES = 1 << 14, 8
 
 
 def rows_bwd(problem: Problem) -> GroupConfig:
     """A group in the shared memory of as few CTAs as let two of these fit an SM."""
     dims, itemsize = problem.dims, ITEMSIZE[problem.dtypes["x"]]
     positions, unit, largest = dims["n"], VECTOR_BYTES // itemsize, ARCHES[problem.arch].cluster
-    n = dims["d"] * positions
-    cluster = 1
-    while cluster < largest and 2 * n * itemsize > cluster * CTA_BYTES:
-        cluster *= 2
-    room, span = ring_bytes(problem), -(-n // (cluster * unit)) * unit
+    n, room = dims["d"] * positions, ring_bytes(problem)
+    cluster = _cluster_of_rows(n, itemsize, largest)
+    span = -(-n // (cluster * unit)) * unit
     slot = 2 * span * itemsize
     aligned = min(problem.aligns[name] for name in ("x", "dy") if name in problem.aligns)
     if aligned < VECTOR_BYTES or slot > room - RESERVED_BYTES - 16 * dims["d"]:
-        cluster = 1
-        while cluster < min(largest, 8) and n > cluster * PASSES:
-            cluster *= 2
+        cluster = min(_cluster_of_passes(n), largest)
         span, slot = -(-n // (cluster * unit)) * unit, 0
     vec = next(v for v in (8, 4, 2, 1) if v <= min(unit, aligned // itemsize) and positions % v == 0)
     threads = min(max(next_power(-(-span // (vec * VECTORS))), WARP), MOST_THREADS)
@@ -48,10 +44,17 @@ def rows_bwd(problem: Problem) -> GroupConfig:
     return GroupConfig("smem" if slot else "passes", threads, cluster, resident, team)
 
 
-def rows_workspace(problem: Problem, flat: Config) -> dict[str, Array | None]:
-    """The sums of each CTA's channels, a row for each example and CTA of a cluster."""
-    dims, cluster = problem.dims, GroupConfig.of(flat).cluster
-    return _partials(problem, (problem.m * cluster, dims["h"] * dims["d"]))
+def _cluster_of_rows(n: int, itemsize: int, largest: int) -> int:
+    """CTAs that share a group of n elements of two inputs."""
+    cluster = 1
+    while cluster < largest and 2 * n * itemsize > cluster * CTA_BYTES:
+        cluster *= 2
+    return cluster
+
+
+def _cluster_of_passes(elements: int) -> int:
+    """CTAs that share so many elements, which they read twice."""
+    return min(next_power(-(-elements // PASSES)), MOST_PASSES)
 
 
 def on_chip(shape: tuple[int, int], groups: int, itemsize: int, inputs: int) -> bool:
@@ -69,18 +72,15 @@ def examples(problem: Problem) -> GroupConfig:
     positions, channels, groups = dims["m"], dims["n"], problem.attrs.get("groups") or dims["g"]
     inputs = [name for name in ("x", "dy") if name in problem.aligns]
     aligned = min(problem.aligns[name] for name in inputs)
-    room, each = ring_bytes(problem), itemsize * len(inputs)
-    most = min(ARCHES[problem.arch].cluster, next_power(positions))
-    found = []
-    for width in _widths(channels, groups, itemsize) if aligned >= VECTOR_BYTES else ():
-        cluster = next((c for c in CLUSTER_COST if c <= most and -(-positions // c) * width * each <= LAST_BYTES), 0)
-        if cluster and cluster <= most:
-            found.append((_waste(width * itemsize) * CLUSTER_COST[cluster], width, cluster))
+    largest, room, each = ARCHES[problem.arch].cluster, ring_bytes(problem), itemsize * len(inputs)
+    found = None
+    if aligned >= VECTOR_BYTES:
+        found = _spread(positions, _widths(channels, groups, itemsize), (itemsize, each), largest)
     if found:
-        _, width, cluster = min(found)
+        width, cluster = found
     else:
         width = next(_widths(channels, groups, itemsize), channels)
-        cluster = next((c for c in (1, 2, 4) if c >= most or positions * width <= c * PASSES), min(most, 8))
+        cluster = min(_cluster_of_passes(positions * width), next_power(positions), largest)
     vec = math.gcd(width, channels, min(aligned, VECTOR_BYTES) // itemsize)
     across, span = width // vec, -(-positions // cluster)
     wanted = -(-span * across // (LAST_VECTORS * WARP)) * WARP
@@ -91,9 +91,18 @@ def examples(problem: Problem) -> GroupConfig:
     return GroupConfig("smem" if found else "passes", threads, cluster, resident, width=width)
 
 
-def examples_workspace(problem: Problem, flat: Config) -> dict[str, Array | None]:
-    """The sums of each CTA's channels, a row for each example and CTA of a cluster."""
-    return _partials(problem, (problem.size("b") * GroupConfig.of(flat).cluster, problem.dims["n"]))
+def _spread(
+    positions: int, widths: Iterable[int], sizes: tuple[int, int], largest: int
+) -> tuple[int, int] | None:  # fmt: skip
+    """(channels, CTAs) of a cluster; None where none holds what it reads. ``sizes``: bytes of an element, and of those
+    of all inputs.
+    """
+    (itemsize, each), most, found = sizes, min(largest, next_power(positions)), []
+    for width in widths:
+        fits = [c for c in CLUSTER_COST if c <= most and -(-positions // c) * width * each <= LAST_BYTES]
+        if fits:
+            found.append((_waste(width * itemsize) * CLUSTER_COST[fits[0]], width, fits[0]))
+    return min(found)[1:] if found else None
 
 
 def _widths(channels: int, groups: int, itemsize: int) -> Iterator[int]:
@@ -114,11 +123,6 @@ def _threads(across: int, most: int) -> int:
     least = -(-across // WARP) * WARP
     counts = range(max(least, most // 2 // WARP * WARP), max(most, least) + 1, WARP)
     return max(counts, key=lambda threads: (threads // across * across / threads * min(threads, most), threads))
-
-
-def _partials(problem: Problem, shape: tuple[int, int]) -> dict[str, Array | None]:
-    wanted = {name: name in problem.dtypes for name in ("dweight", "dbias")}
-    return {f"{name}_partials": Array(shape, "float32") if here else None for name, here in wanted.items()}
 
 
 def _team(threads: int, channels: int, vectors: int) -> int:

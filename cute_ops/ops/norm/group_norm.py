@@ -78,10 +78,7 @@ def _rows_bwd(xp: Any, x: Any, dy: Any, mean: Any, rstd: Any, *given: Any, silu:
     scaled = slope if w is None else slope * w
     pull, push = (xp.mean(a, axis=(-2, -1), keepdims=True) for a in (scaled * normed, scaled))
     dx = xp.astype(rstd * (scaled - push - normed * pull), x.dtype)
-    over = (*range(x.ndim - 3), -1)
-    dweight, dbias = (xp.sum(a, axis=over) for a in (slope * normed, slope))
-    dweight = None if weight is None else xp.astype(dweight, weight.dtype)
-    return dx, dweight, None if bias is None else xp.astype(dbias, bias.dtype)
+    return dx, *(xp.astype(xp.sum(a, axis=-1), xp.float32) for a in (slope * normed, slope))
 
 
 _GROUPED, _NUMBERS, _OF_GROUPS = Tensor("*m h d n", "T"), Tensor("*m h", "float32"), Tensor("h d", "W", optional=True)
@@ -89,16 +86,20 @@ group_norm_rows_bwd = Op(
     "group_norm_rows_bwd",
     inputs={"x": _GROUPED, "dy": _GROUPED, "mean": _NUMBERS, "rstd": _NUMBERS, "weight": _OF_GROUPS,
             "bias": _OF_GROUPS._replace(dtype="B")},
-    outputs={"dx": _GROUPED, "dweight": Tensor("h d", "W", given="weight"), "dbias": Tensor("h d", "B", given="bias")},
+    outputs={"dx": _GROUPED, **{name: Tensor("*m h d", "float32") for name in ("product", "total")}},
     dtypes={"T": FLOATS, "W": FLOATS, "B": FLOATS}, attrs=SILU, static=("h", "d", "n"), reference=_rows_bwd,
     kernel="cute_ops.kernels.norm.group_rows:GroupRowsBackward",
-    tuning=Tuning(group_config.rows_bwd, workspace=group_config.rows_workspace),
+    tuning=Tuning(group_config.rows_bwd),
     cases=(
         Case("odd-small", {"m": (3,), "h": 3, "d": 5, "n": 7}, {"W": "float32"}),
         Case("unet", {"m": (2,), "h": 32, "d": 10, "n": 1024}), Case("vae", {"m": (1,), "h": 3, "d": 16, "n": 16384}),
     ),
     inference_only="group_norm has one",
-    doc="Gradients of :func:`group_norm_rows`, whose rows are here ``h`` groups of d channels, of mean and rstd.",
+    doc="""Gradient of :func:`group_norm_rows`, whose rows are here ``h`` groups of d channels, of mean and rstd.
+
+    ``product`` and ``total`` are sums over positions: of the gradient of what is scaled and shifted times x normalised,
+    and of that gradient; over examples they sum up to those of weight and bias.
+    """,
 )  # fmt: skip
 
 
@@ -260,8 +261,9 @@ def _examples_bwd(xp: Any, x: Any, dy: Any, mean: Any, rstd: Any, *given: Any, s
         return xp.moveaxis(a.reshape((*a.shape[:-1], groups, a.shape[-1] // groups)), -3, -1)
 
     parameters = (None if a is None else a.reshape((groups, a.shape[-1] // groups)) for a in given)
-    dx, *gradients = _rows_bwd(xp, grouped(x), grouped(dy), mean, rstd, *parameters, silu=silu)
-    return xp.moveaxis(dx, -1, -3).reshape(x.shape), *(None if a is None else a.reshape((-1,)) for a in gradients)
+    dx, *sums = _rows_bwd(xp, grouped(x), grouped(dy), mean, rstd, *parameters, silu=silu)
+    lead, n = x.shape[:-2], x.shape[-1]
+    return xp.moveaxis(dx, -1, -3).reshape(x.shape), *(a.reshape((*lead, n)) for a in sums)
 
 
 def _check_groups(binding: Binding) -> str | None:
@@ -291,16 +293,17 @@ group_norm_examples = Op(
 group_norm_examples_bwd = Op(
     "group_norm_examples_bwd",
     inputs={"x": _TILE, "dy": _TILE, "mean": _OF_EACH, "rstd": _OF_EACH, **_OF_CHANNELS},
-    outputs={"dx": _TILE, "dweight": Tensor("n", "W", given="weight"), "dbias": Tensor("n", "B", given="bias")},
+    outputs={"dx": _TILE, **{name: Tensor("*b n", "float32") for name in ("product", "total")}},
     attrs=SILU, static=("m", "n", "g"), reference=_examples_bwd,
     kernel="cute_ops.kernels.norm.group_examples:GroupExamplesBackward",
-    tuning=Tuning(group_config.examples, workspace=group_config.examples_workspace),
+    tuning=Tuning(group_config.examples),
     inference_only="group_norm has one",
     cases=(
         Case("odd-small", {"b": (3,), "m": 7, "n": 15, "g": 3}, {"W": "float32"}),
         Case("unet", {"b": (2,), "m": 1024, "n": 320, "g": 32}),
     ),
-    doc="Gradients of :func:`group_norm_examples`, of mean and rstd.", **_OF_EXAMPLES,
+    doc="Gradient of :func:`group_norm_examples`, of mean and rstd; sums as those of :func:`group_norm_rows_bwd`.",
+    **_OF_EXAMPLES,
 )  # fmt: skip
 PARTS = (
     group_norm_rows, group_norm_rows_bwd, group_norm_statistics, group_norm_pulls, group_norm_row_moments,
