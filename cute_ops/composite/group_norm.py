@@ -103,7 +103,7 @@ def _first_bwd(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
     shape = (*lead, groups, channels // groups, positions)
     operands |= {"x": x.reshape(shape), "dy": inputs["dout"].reshape(shape)}
     operands |= {name: inputs[name] for name in ("mean", "rstd")}
-    found = call(steps.group_norm_rows_bwd, operands, _silu(attrs))
+    found = call(steps.group_norm_groups_bwd, operands, _silu(attrs))
     sums = {name: found[name].reshape((*lead, channels)) for name in ("product", "total")}
     return {"dx": found["dx"].reshape(x.shape), **_dweight(xp, call, {**inputs, **sums}, attrs)}
 
@@ -268,7 +268,7 @@ _OF_FIRST = {"x": _FIRST, **_numbers("*m g", False), "dout": _FIRST, **_PARAMETE
 _OF_LAST = {"x": _LAST, **_numbers("*m g", False), "dout": _LAST, **_PARAMETERS}
 group_norm_first = _norm(
     "group_norm_first", "*m c s", "*m g", _first,
-    (_step("group_norm_first_bwd", _first_bwd, _OF_FIRST, {"dx": _FIRST, **_GRADIENTS}, steps.group_norm_rows_bwd),),
+    (_step("group_norm_first_bwd", _first_bwd, _OF_FIRST, {"dx": _FIRST, **_GRADIENTS}, steps.group_norm_groups_bwd),),
     (steps.group_norm_rows,), **_G,
 )  # fmt: skip
 group_norm_long = _norm(

@@ -102,10 +102,43 @@ class Examples:
     """A batched tensor, of which a program sees the shape of one example."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor, self.shape = tensor, tensor.shape[1:]
+        self.tensor, self.shape, self.dtype = tensor, tensor.shape[1:], tensor.dtype
 
     def reshape(self, shape: Sequence[int]) -> Examples:
         return Examples(self.tensor.reshape((len(self.tensor), *shape)))
+
+    def __getitem__(self, index: tuple[Any, ...]) -> Examples:
+        """Of the last dims alone: ``x[..., None]``."""
+        assert index[0] is Ellipsis
+        return Examples(self.tensor[index])
+
+
+class Mapped:
+    """The framework's functions for programs, of which some take :class:`Examples`."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(framework, name)
+
+    def ones(self, shape: Any, like: Any) -> torch.Tensor:
+        return framework.ones(shape, _tensor(like))
+
+    def number(self, value: float, like: Any) -> torch.Tensor:
+        return framework.number(value, _tensor(like))
+
+    def sums(self, x: Any, axes: tuple[int, ...], like: Any) -> Any:
+        found = framework.sums(_tensor(x), axes, _tensor(like))  # axes are counted from the end
+        return Examples(found) if isinstance(x, Examples) else found
+
+    def broadcast_to(self, x: Any, shape: Sequence[int]) -> Any:
+        if not isinstance(x, Examples):
+            return framework.broadcast_to(x, shape)
+        count, more = len(x.tensor), len(shape) - len(x.shape)
+        return Examples(x.tensor.reshape((count, *[1] * more, *x.shape)).broadcast_to((count, *shape)))
+
+
+def _tensor(x: Any) -> torch.Tensor:
+    found: torch.Tensor = x.tensor if isinstance(x, Examples) else x
+    return found
 
 
 class _Info(NamedTuple):
@@ -131,7 +164,8 @@ def _by_program(op: Op, given: Sequence[Any], attrs: Sequence[Any], define: Call
         return dict(zip(called.outputs, made, strict=True))
 
     inputs = dict(zip(op.inputs, given, strict=True))
-    named = op.program.run(framework, call, inputs, dict(zip(op.keywords, attrs, strict=True)))
+    xp: Any = Mapped()
+    named = op.program.run(xp, call, inputs, dict(zip(op.keywords, attrs, strict=True)))
     found = [first.new_empty(0) if (out := named.get(name)) is None else out for name in op.outputs]
     places = tuple(0 if isinstance(out, Examples) else None for out in found)
     outputs = tuple(out.tensor if isinstance(out, Examples) else out for out in found)

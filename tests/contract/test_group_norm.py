@@ -93,6 +93,25 @@ def test_programs_and_batches(adapter: Adapter) -> None:
         assert run(adapter.array(x[0, :0])).shape == (0, 4, 4)
 
 
+@pytest.mark.parametrize("last", [False, True], ids=["first", "last"])
+def test_gradients_of_batches(adapter: Adapter, last: bool) -> None:
+    """Under vmap each example has the gradients of a call of its own: equinox maps modules over examples."""
+    rng = np.random.default_rng(1)
+    x = rng.standard_normal((3, 2, 5, 4) if last else (3, 2, 4, 5)).astype(np.float32)
+    weight, bias = rng.standard_normal((3, 4)).astype(np.float32), rng.standard_normal(4).astype(np.float32)
+
+    def loss(x: Any, weight: Any, bias: Any) -> Any:
+        out = adapter.ours.group_norm(x, weight, bias, groups=2, channels_last=last, activation="silu")
+        return (out * out).sum()
+
+    slopes = adapter.grad(loss, (0, 1, 2))
+    mapped = adapter.vmap(slopes, (0, 0, None))(*map(adapter.array, (x, weight, bias)))
+    each = [slopes(*map(adapter.array, (x[i], weight[i], bias))) for i in range(3)]
+    for i, got in enumerate(mapped):
+        alone = np.stack([adapter.numpy(one[i]) for one in each])
+        np.testing.assert_allclose(adapter.numpy(got), alone, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("shape", "options", "text"),
     [

@@ -55,7 +55,7 @@ def test_clusters_read_groups_once(silu: bool) -> None:
     """Groups in the shared memory of clusters; threads wait for each other where they have to."""
     rng = np.random.default_rng(0)
     for name, sizes, n in (
-        ("group_norm_rows_bwd", {"h": 2, "d": 10}, 5128), ("group_norm_rows_bwd", {"h": 1, "d": 3}, 36000),
+        ("group_norm_groups_bwd", {"h": 2, "d": 10}, 5128), ("group_norm_groups_bwd", {"h": 1, "d": 3}, 36000),
         ("group_norm_examples", {"m": 1100, "g": 8}, 80), ("group_norm_examples_bwd", {"m": 640, "g": 4}, 48),
     ):  # fmt: skip
         op = next(op for op in PARTS if op.name == name)

@@ -61,7 +61,7 @@ class ScaledFP8:
     def __init__(self, variant):
         keys = [variant.tensors[name] for name in ("x", "out")]
         compact = all(key.layout == "flat" and key.align >= VECTOR_BYTES for key in keys)
-        self.elements = compact and variant.dims["n"] is not None and keys[0].row_align < VECTOR_BYTES
+        self.elements = compact and MapConfig.of(variant.config).form == "flat"
         self.form = ScaledElements(variant) if self.elements else RowKernel(Scaled, variant)
 
     @cute.jit

@@ -22,11 +22,12 @@ class ReduceConfig(RowConfig):
 
 class MapConfig(RowConfig):
     """Outputs element by element: a CTA takes whole rows (``rows``), a segment of a row (``segments``), or a row of any
-    length with one element per thread at a time (``elements``).
+    length with one element per thread at a time (``elements``). Compact tensors are one long row (``flat``) in ops that
+    have this form; other tensors are taken by segments there.
 
     Attributes:
         segments: CTAs that share a row.
     """
 
-    form: Literal["rows", "segments", "elements"]
+    form: Literal["rows", "segments", "elements", "flat"]
     segments: int = 1

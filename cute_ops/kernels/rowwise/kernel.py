@@ -11,7 +11,7 @@ from cute_ops.kernels.rowwise.two_pass import WalkedRows
 # stores a number of each row, as losses do, which no expression says.
 FORMS = {
     "one_pass": OnePassRows, "smem": OnePassRows, "two_pass": WalkedRows,
-    "rows": Segments, "segments": Segments, "elements": Segments,
+    "rows": Segments, "segments": Segments, "elements": Segments, "flat": Segments,
 }  # fmt: skip
 
 

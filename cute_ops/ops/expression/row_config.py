@@ -75,8 +75,10 @@ SUMS_VECTORS = (3, 4, 5)
 SUMS_THREADS, SUMS_FEWER_THREADS, SUMS_WIDE_THREADS, SUMS_UNALIGNED_THREADS = 256, 384, 512, 128
 # Threads of an SM, times row vectors of sums, up to which one more CTA has registers where clusters would be idle.
 IDLE_THREADS = 896
-# Sums over short unaligned rows: threads of a row by its vectors and those of an SM.
+# Sums over short unaligned rows: threads of a row by its vectors and those of an SM. Of rows that are not reduced those
+# of FEW_SUMS vectors: with one vector a thread, most would mask it.
 SHORT_SUMS = ((24, (8, 384)), (32, (16, 512)), (48, (16, 384)))
+FEW_SUMS, FEW_SUMS_THREADS = (WARP, 80), (16, 512)
 # Sums of one row vector that nothing waits for, of rows of at least STREAMED_VECTORS: a thread has one vector, and two
 # CTAs share an SM's STREAMED_THREADS, so that warps which wait for special functions leave others to run.
 STREAMED_VECTORS, STREAMED_THREADS = 384, 1088
@@ -96,6 +98,8 @@ WIDE_THREADS, WIDE_ONCE_THREADS, WIDE_ONCE_CTAS = 768, 960, 5
 # Unaligned rows, one per CTA: vectors of a thread and threads of an SM, for two tiles, for two tiles in more than two
 # stages, for a dear tile and for all others. With more vectors per thread the work at a row's ends counts less.
 UNALIGNED_PAIR, UNALIGNED_LONG_PAIR, UNALIGNED_DEAR, UNALIGNED = (3, 768), (3, 576), (6, 768), (3, 1152)
+# With two outputs a thread has one vector more, since nothing is kept.
+UNALIGNED_TWO = 512
 # Unaligned rows of 129 to 256 vectors of which nothing is reduced: vectors of a thread and threads of an SM.
 UNALIGNED_ALONE = (1, 1792)
 # The longest of them: a CTA of 384 threads, two or three of which share an SM.
@@ -229,7 +233,8 @@ class RowExpression(NamedTuple):
         return row._replace(aligned=row.aligned and not (packed and row.n * row.itemsize % VECTOR_BYTES))
 
     def _in_registers(self, row: RowProblem, cluster: int = 1) -> FusedRowConfig:
-        if self._uneven(row) and row.vectors > WARP and cluster == 1:
+        alone = self._sums_alone(row, cluster)
+        if self._uneven(row) and row.vectors > WARP and cluster == 1 and not alone:
             return self._unaligned(row)
         span = -(-row.touched // cluster)
         share = self._threads_of_row(row, span, cluster)
@@ -240,7 +245,7 @@ class RowExpression(NamedTuple):
         most_kept = MOST_KEPT * (2 if twice else 1)
         if self.read > 1 and not self._wide(cluster) and self._dealt(span):
             most_kept = 0
-        if self._sums_alone(row, cluster):
+        if alone:
             most_kept *= 2
         if row.vectors > WARP and self.special and self.texts.kinds.count("t") > 1:
             most_kept = 0  # what is kept for two outputs would not fit registers
@@ -341,12 +346,12 @@ class RowExpression(NamedTuple):
             per_thread, most = UNALIGNED_DEAR if self.special >= DEAR else UNALIGNED
         if not stages(self.expression) and 4 * WARP < row.touched <= 8 * WARP:
             per_thread, most = UNALIGNED_ALONE
-        share = threads_for(row.touched, per_thread)
+        two = bool(self.read > 1 and self.special and self.texts.kinds.count("t") > 1)
+        share = threads_for(row.touched, per_thread + two)
         threads = max(128 // share, 1) * share
-        resident = max(most // threads, 1)
-        return self._config(
-            "one_pass", threads, share, 1, resident, align_vectors=row.align_vectors, keep=not self.late
-        )
+        resident = max((UNALIGNED_TWO if two else most) // threads, 1)
+        keep = not (self.late or two)
+        return self._config("one_pass", threads, share, 1, resident, align_vectors=row.align_vectors, keep=keep)
 
     def _in_ring(self, row: RowProblem) -> FusedRowConfig | None:
         """One slot of a cluster's shared memory; None where a row does not fit."""
@@ -385,9 +390,10 @@ class RowExpression(NamedTuple):
         if per_thread * max(self.sums, 1) > MOST_SUMMED or 2 * slot > room:
             return self._in_passes(problem, TWO_PASS_THREADS, row.align_vectors)
         if narrow and threads == SUMS_THREADS:
-            sm_threads = SUMS_THREADS
-        deeper = narrow and (per_thread <= 3 or share > SUMS_THREADS // 2 or span % (4 * WARP))
-        slots = 3 if (alone or (cluster > 1 and not halved) or deeper) and 3 * slot <= room else 2
+            sm_threads = SUMS_THREADS * min(
+                cluster, 2
+            )  # CTAs that wait for those of their cluster leave room for others
+        slots = 3 if self._deeper(row, span, cluster - halved, share) and 3 * slot <= room else 2
         resident = max(1, min(room // (slots * slot), sm_threads // threads))
         fits = room // (2 * slot) > resident and threads * (resident + 1) * self.sums <= IDLE_THREADS
         if fits and self._idle(row, self._running(problem, cluster, resident)):
@@ -399,13 +405,23 @@ class RowExpression(NamedTuple):
             clusters=in_step(running, row, align),
         )  # fmt: skip
 
+    def _deeper(self, row: RowProblem, span: int, cluster: int, share: int) -> bool:
+        """Whether three rows of a CTA are on their way, not two."""
+        if self._alone(row, span, cluster):
+            return True
+        if cluster > 1:
+            return bool(self.depth) or row.aligned or cluster > 2
+        few = -(-span // share) <= 3 or share > SUMS_THREADS // 2 or bool(span % (4 * WARP))
+        return self._sums_two(span) and row.aligned and row.itemsize < 4 and span >= 4 * WARP and few
+
     def _sums_two(self, span: int) -> bool:
         """Whether rows of more than a warp's vectors are reduced, and two row vectors of sums taken."""
         return bool(self.sums == 2 and self.depth and span > WARP)
 
     def _short_sums(self, row: RowProblem, span: int) -> bool:
-        """Whether unaligned rows of a few vectors are reduced, and row vectors of sums taken."""
-        return bool(self.depth and self.sums and not row.aligned and SHORTEST_ROW < span <= SHORT_SUMS[-1][0])
+        """Whether row vectors of sums are taken of unaligned rows of a few vectors."""
+        least, most = (SHORTEST_ROW, SHORT_SUMS[-1][0]) if self.depth else FEW_SUMS
+        return bool(self.sums and not row.aligned and least < span <= most)
 
     def _idle(self, row: RowProblem, running: int) -> bool:
         """Whether a fifth of so many clusters would do nothing: those of unaligned rows are as many as these start at
@@ -423,7 +439,7 @@ class RowExpression(NamedTuple):
         """Vectors of a thread and threads of an SM, in persistent clusters."""
         per_thread, sm_threads = step(PERSISTENT, span)
         if self._short_sums(row, span):
-            share, sm_threads = step(SHORT_SUMS, span)
+            share, sm_threads = step(SHORT_SUMS, span) if self.depth else FEW_SUMS_THREADS
             return -(-span // share), sm_threads
         if self._sums_two(span):
             wide = row.itemsize == 4 and row.aligned

@@ -14,6 +14,10 @@ from cute_ops.ops.rows import RESERVED_BYTES, next_power, ring_bytes
 # Bytes of shared memory that a CTA takes at most where a cluster can share more: then two fit an SM, of which one loads
 # while the other computes.
 CTA_BYTES = 100_000
+# Clusters of up to so many CTAs rather have this much of one: more of them take turns.
+SMALL_CLUSTER, SMALL_CTA_BYTES = 4, 50_000
+# Steps that a team takes for a channel beside those for its vectors, to add up over its threads.
+TEAM_STEPS = 2
 # Threads of a CTA, of which each has about so many vectors of each input; threads of an SM.
 MOST_THREADS, VECTORS, SM_THREADS = 512, 6, 1024
 # With channels last threads keep numbers of each of their channels: they are fewer, and their sums take shared memory.
@@ -47,7 +51,9 @@ def rows_bwd(problem: Problem) -> GroupConfig:
 def _cluster_of_rows(n: int, itemsize: int, largest: int) -> int:
     """CTAs that share a group of n elements of two inputs."""
     cluster = 1
-    while cluster < largest and 2 * n * itemsize > cluster * CTA_BYTES:
+    while cluster < largest:
+        if 2 * n * itemsize <= cluster * (SMALL_CTA_BYTES if cluster < SMALL_CLUSTER else CTA_BYTES):
+            break
         cluster *= 2
     return cluster
 
@@ -127,5 +133,6 @@ def _threads(across: int, most: int) -> int:
 
 def _team(threads: int, channels: int, vectors: int) -> int:
     """The threads of a channel with which all channels take the fewest steps."""
-    teams = [1 << i for i in range(threads.bit_length()) if 1 << i <= next_power(vectors)]
-    return min(teams, key=lambda team: (-(-channels * team // threads) * -(-vectors // team), -team))
+    most = next_power(vectors)
+    teams = [1 << i for i in range(threads.bit_length()) if min(WARP, most) <= 1 << i <= most]
+    return min(teams, key=lambda team: (-(-channels * team // threads) * (-(-vectors // team) + TEAM_STEPS), -team))

@@ -82,8 +82,8 @@ def _rows_bwd(xp: Any, x: Any, dy: Any, mean: Any, rstd: Any, *given: Any, silu:
 
 
 _GROUPED, _NUMBERS, _OF_GROUPS = Tensor("*m h d n", "T"), Tensor("*m h", "float32"), Tensor("h d", "W", optional=True)
-group_norm_rows_bwd = Op(
-    "group_norm_rows_bwd",
+group_norm_groups_bwd = Op(
+    "group_norm_groups_bwd",
     inputs={"x": _GROUPED, "dy": _GROUPED, "mean": _NUMBERS, "rstd": _NUMBERS, "weight": _OF_GROUPS,
             "bias": _OF_GROUPS._replace(dtype="B")},
     outputs={"dx": _GROUPED, **{name: Tensor("*m h d", "float32") for name in ("product", "total")}},
@@ -302,11 +302,11 @@ group_norm_examples_bwd = Op(
         Case("odd-small", {"b": (3,), "m": 7, "n": 15, "g": 3}, {"W": "float32"}),
         Case("unet", {"b": (2,), "m": 1024, "n": 320, "g": 32}),
     ),
-    doc="Gradient of :func:`group_norm_examples`, of mean and rstd; sums as those of :func:`group_norm_rows_bwd`.",
+    doc="Gradient of :func:`group_norm_examples`, of mean and rstd; sums as those of :func:`group_norm_groups_bwd`.",
     **_OF_EXAMPLES,
 )  # fmt: skip
 PARTS = (
-    group_norm_rows, group_norm_rows_bwd, group_norm_statistics, group_norm_pulls, group_norm_row_moments,
+    group_norm_rows, group_norm_groups_bwd, group_norm_statistics, group_norm_pulls, group_norm_row_moments,
     group_norm_row_slopes, group_norm_of_rows, group_norm_of_rows_dx, group_norm_moments, group_norm_slopes,
     group_norm_of_examples, group_norm_of_examples_dx, group_norm_examples, group_norm_examples_bwd,
 )  # fmt: skip

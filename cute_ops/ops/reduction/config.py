@@ -48,8 +48,9 @@ TWO_PASS_CTAS, FEW_TWO_PASS_CTAS = 4, 5
 # Rows in shared memory of which the place of the largest number is found: vectors of a thread, least threads of a CTA,
 # most threads of an SM.
 PLACED_PER_THREAD, PLACED_THREADS, PLACED_SM_THREADS = 12, 2 * WARP, 1280
-# Vectors of a thread in unaligned rows of up to a warp's vectors.
-UNALIGNED_PER_THREAD = 4
+# Vectors of a thread in rows of up to a warp's vectors that start anywhere, or of which only numbers are stored: with a
+# vector each, CTAs would begin and end faster than they load.
+SHORT_PER_THREAD = 4
 # Rows in shared memory, as many as find room. Up to SHORT_SMEM_ROW one CTA of SHORT_SMEM_THREADS holds rows;
 # an SM has SHORT_SMEM_SM_THREADS, by whether rows are aligned.
 SHORT_SMEM_ROW, SHORT_SMEM_THREADS, SHORT_SMEM_SM_THREADS = 256, 128, {True: 2048, False: 1024}
@@ -88,8 +89,8 @@ def reduced(problem: Problem) -> ReduceConfig:
         return ReduceConfig("two_pass", TWO_PASS_THREADS)
     row = row_of(problem)
     if row.vectors <= WARP:
-        # With a vector each, threads of an unaligned row would mostly mask it and exchange sums.
-        share = threads_for(row.touched, UNALIGNED_PER_THREAD) if _shifted(row) else row_threads(row)
+        several = row.aligned or _shifted(row)
+        share = threads_for(row.touched, SHORT_PER_THREAD) if several else row_threads(row)
         return ReduceConfig("one_pass", 256, share, align_vectors=row.align_vectors)
     found = _full_smem(row) if row.vectors <= REDUCED_SMEM_ROW else None
     if found:
@@ -233,7 +234,7 @@ def filled(problem: Problem) -> MapConfig:
 def _mapped_threads(row: RowProblem) -> int:
     """Threads of a row that one CTA holds. Those of short unaligned rows have several vectors: fewer have none."""
     short = not row.aligned and SHORTEST_ROW < row.vectors <= WARP
-    return threads_for(row.vectors, UNALIGNED_PER_THREAD) if short else row_threads(row)
+    return threads_for(row.vectors, SHORT_PER_THREAD) if short else row_threads(row)
 
 
 def _reduce_space(problem: Problem, flat: Config) -> Iterator[ReduceConfig]:

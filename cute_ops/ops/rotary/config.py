@@ -15,11 +15,10 @@ PARTIALS, HEADS_OF_PARTIALS = 8, 64
 
 
 def rope(problem: Problem) -> RotaryConfig:
-    """A thread reads float32 tables of its token for two heads, unless sequences share them: then neighbouring CTAs
-    read them again from L2.
+    """A thread reads the tables of its token for two heads, unless sequences share them: then neighbouring CTAs have
+    read the same.
     """
-    wide = problem.dtypes["cos"] == "float32" and "cos" not in problem.shared
-    return RotaryConfig(threads=128, heads_per_thread=2 if wide else 1)
+    return RotaryConfig(threads=128, heads_per_thread=1 if "cos" in problem.shared else 2)
 
 
 def tables(problem: Problem) -> RotaryConfig:
