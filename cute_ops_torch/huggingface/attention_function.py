@@ -57,6 +57,7 @@ _CAPTURES, _NO_WEIGHTS = (
 # Methods with masks, by the `forward` that calls them.
 _METHODS: dict[Any, dict[str, Any]] = {}
 # Arguments of FlashAttention's function, which say where sequences begin in the one row of a batch.
+_BIAS = "position_bias"  # added to scores, as T5's
 _OFFSETS, _LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k"), ("max_length_q", "max_length_k")
 
 
@@ -88,7 +89,8 @@ def cute_attention_forward(
         sides = _sides_of_sequences(attention_mask, kwargs.get("sliding_window"), _is_causal(module, is_causal))
         if sides is not None:
             return _attend_sequences(query, key, value, given, sides, **options), None
-    seen = _seen(attention_mask, query, key, _is_causal(module, is_causal)) if _computed(dropout, kwargs) else None
+    known = _computed(dropout, _without_flat_bias(kwargs))
+    seen = _seen(attention_mask, query, key, _is_causal(module, is_causal)) if known else None
     out = None if seen is None else _attend(query, key, value, seen, scaling=scaling, softcap=softcap, sinks=s_aux)
     if out is not None:
         return out, None
@@ -112,7 +114,7 @@ def _of_sdpa(plain: Any) -> Forward:
         scaling: float | None = None, is_causal: bool | None = None, **kwargs: Any,
     ) -> Any:  # fmt: skip
         # Of one query torch's kernel splits the keys over the GPU, and ours does not.
-        if query.shape[2] > 1 and _computed(dropout, kwargs):
+        if query.shape[2] > 1 and _computed(dropout, _without_flat_bias(kwargs)):
             seen = _seen(attention_mask, query, key, _is_causal(module, is_causal))
             out = None if seen is None else _attend(query, key, value, seen, scaling=scaling)
             if out is not None:
@@ -169,6 +171,13 @@ def _computed(dropout: float, others: Mapping[str, Any]) -> bool:
     return dropout == 0 and not any(
         value is not None and value is not False and name not in _SAID_BY_THE_MASK for name, value in others.items()
     )
+
+
+def _without_flat_bias(others: dict[str, Any]) -> dict[str, Any]:
+    """Arguments without a bias of scores that is one number for all keys, which changes no weight."""
+    bias = others.get(_BIAS)
+    flat = isinstance(bias, Tensor) and bias.ndim > 0 and bias.shape[-1] > 1 and bias.stride(-1) == 0
+    return {name: value for name, value in others.items() if name != _BIAS} if flat else others
 
 
 def _is_causal(module: Any, given: bool | None) -> bool:
@@ -327,7 +336,7 @@ def _takes_first(tree: ast.AST, call: str) -> bool:
 
 
 def _make_attention(forward: Any) -> Forward:
-    forward = _without_copies(forward)
+    forward = _with_views(forward)
     scope = forward.__globals__
     names: dict[str, Any] = {_FUNCTIONS: _Functions(scope[_FUNCTIONS])}
     # What runs in its place may be rebound already: its softmax.
@@ -337,19 +346,32 @@ def _make_attention(forward: Any) -> Forward:
     return rebind(forward, **names)
 
 
-def _without_copies(forward: Any) -> Forward:
+def _with_views(forward: Any) -> Forward:
     """A ``forward`` that hands heads to attention, and to its cache, as they lie in memory: ours reads any strides, and
-    gradients come back without a copy, too. Whisper makes queries, keys and values contiguous.
+    gradients come back without a copy, too. Whisper makes queries, keys and values contiguous. A bias of zeros, as T5
+    gives it to attention that has none, is one number, expanded.
     """
     tree = copy.deepcopy(definition(forward))
     if tree is None or forward.__code__.co_freevars:
         return forward  # type: ignore[no-any-return]
-    copies = [n for n in ast.walk(tree) if isinstance(n, ast.Assign) and _copies_heads(n)]
+    assigned = [n for n in ast.walk(tree) if isinstance(n, ast.Assign) and isinstance(n.targets[0], ast.Name)]
     attended = _attended(tree)
-    found = [n for n in copies if isinstance(n.targets[0], ast.Name) and n.targets[0].id in attended]
-    for node in found:
+    heads = [n for n in assigned if _copies_heads(n) and ast.unparse(n.targets[0]) in attended]
+    zeros = [n for n in assigned if _makes_zeros(n) and ast.unparse(n.targets[0]) == _BIAS]
+    for node in heads:
         node.value = node.value.func.value  # type: ignore[attr-defined]  # of `heads.contiguous()` the heads
-    return compiled(tree, forward, {}) if found else forward
+    for node in zeros:
+        size, node.value.args[0] = node.value.args[0], ast.Tuple([], ast.Load())  # type: ignore[attr-defined]
+        node.value = ast.Call(ast.Attribute(node.value, "expand", ast.Load()), [size], [])
+    return compiled(tree, forward, {}) if heads or zeros else forward
+
+
+def _makes_zeros(node: ast.Assign) -> bool:
+    """Whether a statement is ``name = torch.zeros((a, b), ...)``."""
+    call = node.value
+    return (
+        isinstance(call, ast.Call) and ast.unparse(call.func) == "torch.zeros" and isinstance(call.args[0], ast.Tuple)
+    )
 
 
 def _copies_heads(node: ast.Assign) -> bool:

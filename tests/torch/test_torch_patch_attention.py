@@ -237,10 +237,31 @@ def _left_out(self: Any, x: torch.Tensor, cache: Any) -> Any:
 
 
 def test_copies_that_are_read_by_others_stay() -> None:
-    made = attention_function._without_copies
+    made = attention_function._with_views
     assert made(_kept) is _kept
     text = ast.unparse(definition(made(_left_out)))
     assert text.count("contiguous") == 1 and "self.v(x).transpose(0, 1).contiguous()" in text
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_bias_of_zeros_is_none(checkpointed: bool, calls: list[Any]) -> None:
+    """T5's attention to the encoder has one; that of its own tokens has a bias with a gradient, and stays."""
+    sizes = {"d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 1, "num_decoder_layers": 2, "num_heads": 2}
+    config = transformers.T5Config(**sizes, vocab_size=61, decoder_start_token_id=0, dropout_rate=0.0)
+    torch.manual_seed(0)
+    plain = transformers.T5ForConditionalGeneration(config).bfloat16().train()
+    tokens, found = torch.randint(3, 61, (2, 9)), []
+    model, exact = copy.deepcopy(plain), copy.deepcopy(plain).float()
+    cute_ops_torch.patch(model)
+    for each in (model, plain, exact):
+        if checkpointed:
+            each.gradient_checkpointing_enable({"use_reentrant": False})
+        loss = each(input_ids=tokens, labels=tokens[:, :7].contiguous()).loss
+        loss.backward()
+        found.append([loss.float().detach(), *(p.grad.float() for p in each.parameters())])
+    assert len(calls) == (4 if checkpointed else 2)
+    for got, other, right in zip(*found, strict=True):
+        assert (got - right).norm() <= 2**-6 * right.norm() + 2 * (other - right).norm()
 
 
 def masks_seen(model: nn.Module, *given: Any) -> list[Any]:
