@@ -129,7 +129,7 @@ class Run:
             ctas: how many there are.
             of_rows: numbers of rows, (batch, heads, seqlen), that TMA loads, and how many at once: after the first four
                 of ``moved``.
-            sums: what TMA adds to, (batch, heads, seqlen, headdim).
+            sums: what TMA adds to, (batch, heads, seqlen, headdim), or threads do: then the first block of memory.
             columns: that TMA moves at once, by the place in ``moved``; 64 at most where none are given.
         """
         (text,) = (
@@ -147,10 +147,14 @@ class Run:
             whole = not self.is_packed or 4 <= i < 4 + len(of_rows)
             arguments += [DESCRIPTOR, struct.pack("<3i", length, heads, batch) if whole else struct.pack("<i", heads)]
         if sums is not None:
-            batch, heads, length, width = sums.shape
-            maps[len(arguments)] = ptx_sm90.Map(sums, of_rows[0][1], width, set())
-            arguments += [DESCRIPTOR, struct.pack("<4i", length, width, heads, batch)]
-        second = name in ("KeysBackward", "OnePass")
+            b, h, s, d = sums.shape
+            if name == "OnePass":
+                maps[len(arguments)] = ptx_sm90.Map(sums, of_rows[0][1], d, set())
+                arguments += [DESCRIPTOR, struct.pack("<4i", s, d, h, b)]
+            else:
+                arguments.append(struct.pack("<Q4i3q", 1 << 32, s, d, h, b, d, s * d, h * s * d))
+                memory = [sums, *memory]
+        second = name not in ("AttentionFwd", "QueriesBackward")
         ranges = [table for key, table in self.tables.items() if key.endswith("_2") == second]
         arguments += [*rows, *self.sizes, *self.read, *ranges, *self.offsets]
         empty = [np.zeros(8, np.uint8)] * (self.others - len(memory))
@@ -266,17 +270,30 @@ def _check_one_pass(call: Call, functions: Functions, folder: Path) -> None:
     dout, lse, delta, right = with_cotangents(call, (q, k, v), functions)
     tile = dict(run.variant.settings)["tile_q"]
     logs, delta = of_whole_tiles(call, functions, lse, delta)
-    sums = np.zeros((call.batch, call.h, call.s, call.d), np.float32)
+    sums = np.zeros((*logs.shape, call.d), np.float32)
     dk, dv = (np.full_like(x, np.nan) for x in (k, v))
     moved = [(q, tile), (k, 128), (v, 128), (dout, tile), (dk, 64), (dv, 64)]
     of_rows = [(logs, tile), (delta, tile)]
     ctas = -(-call.t // 128) * call.g * call.batch
-    run("OnePass", 6, moved, [], [], ctas, of_rows, sums, {1: call.d // 2})
-    # Four neighbouring chunks of eight elements change places by the row.
-    chunks = np.arange(call.d // 8) ^ np.arange(call.s)[:, None] % 4
-    dq = np.take_along_axis(sums.reshape(*sums.shape[:3], -1, 8), chunks[None, None, :, :, None], axis=3)
-    dq = dq.reshape(sums.shape).transpose(0, 2, 1, 3) * call.d**-0.5
+    run(one_pass_of(call), 6, moved, [], [], ctas, of_rows, sums, {1: call.d // 2})
+    dq = by_rows(sums)[:, :, : call.s].transpose(0, 2, 1, 3) * call.d**-0.5
     _check({"dq": dq.astype(q.dtype), "dk": dk, "dv": dv}, right)
+
+
+def one_pass_of(call: Call) -> str:
+    """The kernel of gradients in one pass."""
+    return "ShortHeads" if call.d <= 64 else "OnePass"
+
+
+def by_rows(sums: np.ndarray) -> np.ndarray:
+    """Sums of queries by rows and columns."""
+    if sums.shape[-1] > 64:  # four neighbouring chunks of eight elements change places by the row
+        chunks = np.arange(sums.shape[3] // 8) ^ np.arange(sums.shape[2])[:, None] % 4
+        x = sums.reshape(*sums.shape[:3], -1, 8)
+        return np.take_along_axis(x, chunks[None, None, :, :, None], axis=3).reshape(sums.shape)
+    # Of a tile: blocks of 8 columns of a warpgroup, warpgroups, warps, 8 rows, pairs of columns, rows 8 apart, columns.
+    x = sums.reshape(-1, sums.shape[-1] // 16, 2, 4, 8, 4, 2, 2)
+    return x.transpose(0, 3, 6, 4, 2, 1, 5, 7).reshape(sums.shape)
 
 
 def of_whole_tiles(

@@ -14,7 +14,7 @@ import pytest
 from cute_ops import mods
 from cute_ops.kernels.attention.config import AttentionBackwardConfig, AttentionConfig
 from cute_ops.ops.attention.attention import attention_packed, attention_packed_bwd
-from tests.core.test_attention_kernels import Run, halves
+from tests.core.test_attention_kernels import Run, halves, one_pass_of
 from tests.emulator import products, ptx_cta
 from tests.ops.attention_calls import NO_FUNCTIONS, Call, Functions, arrays, expected
 
@@ -186,7 +186,7 @@ def test_gradients_in_one_pass(which: str, tmp_path: Path) -> None:
     around("delta", memory, arguments, call.h * length * 2 ** (call.e // 8 - 1).bit_length())
     moved = [(case.q, tile), (case.k, 128), (case.v, 128), (case.dout, tile), (dk, 64), (dv, 64)]
     of_rows = [(logs, tile), (delta, tile)]
-    run("OnePass", 6, moved, [], [], (call.t // 128 + n + 1) * call.g, of_rows, sums, {1: call.d // 2})
+    run(one_pass_of(call), 6, moved, [], [], (call.t // 128 + n + 1) * call.g, of_rows, sums, {1: call.d // 2})
     of_sums = struct.pack("<Q", 1 << 32) + of_sums[8:]
     around("round", [sums, dq], [of_sums, heads(2, dq)], call.h * length * call.d // 8)
     case.check({"dq": dq, "dk": dk, "dv": dv})

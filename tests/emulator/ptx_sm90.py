@@ -262,13 +262,14 @@ class Warp(ptx_cta.Cta):
             cta.arrive(int(mbarrier[lane]) % (1 << RANK_BITS), 0, -4 * len(values))
 
     def add_to_memory(self, operands: list[list[str]], now: np.ndarray) -> None:
-        """Add float32 numbers, each to one in memory."""
-        places, values = sum(self.read(name) for name in operands[0]), floats(self.read(operands[1][0]))
+        """Add float32 numbers to neighbours in memory, as many as an instruction has."""
+        places, values = sum(self.read(name) for name in operands[0]), [floats(self.read(name)) for name in operands[1]]
         for lane in np.flatnonzero(now):
             start, block = int(places[lane]) & 0xFFFFFFFF, self.blocks[int(places[lane]) >> 32]
-            if start % 4 or start + 4 > len(block):
+            end = start + 4 * len(values)
+            if start % (4 * len(values)) or end > len(block):
                 raise IndexError(f"red at byte {start} of {len(block)}")
-            block[start : start + 4].view(np.float32)[0] += values[lane]
+            block[start:end].view(np.float32)[:] += [each[lane] for each in values]
 
     def copy_async(self, op: tuple[str, ...], operands: list[list[str]], now: np.ndarray) -> None:
         """Begin copies of 16 bytes, of which the last ones may be zeros; commit or await a group of copies."""

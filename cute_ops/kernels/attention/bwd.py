@@ -14,6 +14,7 @@ from cute_ops.kernels.attention.bwd_keys_sm90 import KeysBackward
 from cute_ops.kernels.attention.bwd_one_pass_sm80 import OnePassBackwardSm80
 from cute_ops.kernels.attention.bwd_one_pass_sm90 import OnePassBackward
 from cute_ops.kernels.attention.bwd_queries_sm90 import QueriesBackward
+from cute_ops.kernels.attention.bwd_short_heads_sm90 import ShortHeadsBackward
 from cute_ops.kernels.attention.bwd_sm80 import KeysBackwardSm80, QueriesBackwardSm80
 from cute_ops.kernels.attention.config import AttentionBackwardConfig
 from cute_ops.kernels.attention.mods import Mods, by_index
@@ -24,7 +25,7 @@ from cute_ops.kernels.lib.activation import LOG2_E
 from cute_ops.kernels.lib.copy import fragment, load_if, store_if
 from cute_ops.kernels.lib.matrix import folded
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
-from cute_ops.kernels.tensor_core.sizes import WARP
+from cute_ops.kernels.tensor_core.sizes import MMA_M, WARP
 
 WARPS = 8  # of a CTA that sums rows or sinks
 VECTOR = 8  # elements of 16 bytes
@@ -41,7 +42,8 @@ class AttentionBackward:
         scale = variant.attrs["scale"] or dims["d"] ** -0.5
         self.mods = mods = Mods(scale, config.score, config.mask, config.bounds, config.dscore)
         own = config, dims["d"], dims["e"], mods, scale
-        one_pass, of_queries, of_keys = OnePassBackward, QueriesBackward, KeysBackward
+        one_pass = ShortHeadsBackward if max(dims["d"], dims["e"]) <= MMA_M else OnePassBackward
+        of_queries, of_keys = QueriesBackward, KeysBackward
         if config.warps:
             one_pass, of_queries, of_keys = OnePassBackwardSm80, QueriesBackwardSm80, KeysBackwardSm80
         self.one_pass = one_pass(*own) if config.one_pass else None
@@ -124,8 +126,7 @@ class AttentionBackward:
             for start in cutlass.range_constexpr(0, self.one_pass.d, self.lanes * 4):
                 first = start + lane * 4
                 zeros = address_of(mSums, (row, 0, head, batch), first)
-                there = given if const_expr(packed is None and not self.one_pass.whole_tiles) else inside
-                store_if(there & (first < self.one_pass.d), fragment(Float32, 4, 0.0), zeros)
+                store_if(inside & (first < self.one_pass.d), fragment(Float32, 4, 0.0), zeros)
 
     @cute.kernel
     def sinks(self, mSinks, mLse, mDelta, mDsinks, packed):

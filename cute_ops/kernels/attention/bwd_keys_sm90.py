@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, const_expr
+from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.pipeline import PipelineUserType, make_pipeline_state, pipeline_init_arrive, pipeline_init_wait
 from cutlass.tensor_utils import LayoutEnum
@@ -142,11 +142,12 @@ class KeysBackward:
             whole.producer_acquire(one)
             cute.copy(x.tma, gX, sX[None, 0], tma_bar_ptr=whole.producer_get_barrier(one))
         slot = make_pipeline_state(PipelineUserType.Producer, self.stages)
-        for i in cutlass.range(sizes.heads_per_kv, unroll=1):
-            tile = Tile(keys.block, keys.head * sizes.heads_per_kv + i, keys.batch)
-            first, last = self.tiles.queries_of(tile, sizes)
-            copies = self._queries(moved, tile, sizes)
-            for queries in cutlass.range(first, last + 1, unroll=1):
+        for i in cutlass.range(self._rounds(sizes), unroll=1):
+            head, queries, last, steps = self._steps(keys, sizes, i)
+            first = queries
+            for _ in cutlass.range(steps, unroll=1):
+                tile = Tile(keys.block, head, keys.batch)
+                copies = self._queries(moved, tile, sizes)
                 if self.tiles.some(tile, sizes, queries, tile.block):
                     for each, together in zip((ring_q, ring_o), copies):
                         each.producer_acquire(slot)
@@ -154,7 +155,21 @@ class KeysBackward:
                         for tma, first_tile, tXsX, tXgX in together:
                             cute.copy(tma, tXgX[None, first_tile + queries], tXsX[None, slot.index], tma_bar_ptr=full)
                     slot.advance()
+                head, queries = following(head, queries, first, last)
         ring_q.producer_tail(slot)
+
+    def _rounds(self, sizes):
+        """How many heads of queries are gone through by themselves: all where the mask tells them apart, else they are
+        gone through in one row, so that products of one are issued while those of the one before are summed up.
+        """
+        return sizes.heads_per_kv if self.mods.masks_by_head else 1
+
+    def _steps(self, keys, sizes, i):
+        """The first head of a round, its first and last tile of queries, and the tiles of all heads of the round."""
+        tile = Tile(keys.block, keys.head * sizes.heads_per_kv + i, keys.batch)
+        first, last = self.tiles.queries_of(tile, sizes)
+        count = cutlass.max(last - first + 1, 0)
+        return tile.head, first, last, count if self.mods.masks_by_head else count * sizes.heads_per_kv
 
     def _queries(self, moved, tile, sizes):
         """TMA's views of the queries of a head, and of the cotangents: for each slot the copies that fill it."""
@@ -183,10 +198,11 @@ class KeysBackward:
         ring_k.consumer_wait(one)
         ring_v.consumer_wait(one)
         running = Boolean(False)
-        for i in cutlass.range(sizes.heads_per_kv, unroll=1):
-            tile = Tile(keys.block, keys.head * sizes.heads_per_kv + i, keys.batch)
-            first, last = self.tiles.queries_of(tile, sizes)
-            for queries in cutlass.range(first, last + 1, unroll=1):
+        for i in cutlass.range(self._rounds(sizes), unroll=1):
+            head, queries, last, steps = self._steps(keys, sizes, i)
+            first = queries
+            for _ in cutlass.range(steps, unroll=1):
+                tile = Tile(keys.block, head, keys.batch)
                 if self.tiles.some(tile, sizes, queries, tile.block):
                     place = place_of(
                         tidx, tile, (keys.block * self.tile_k, queries * self.tile_q, self.tile_q), sizes, True
@@ -222,7 +238,8 @@ class KeysBackward:
                         ring_q.consumer_release(slot)
                         ring_o.consumer_release(slot)
                     slot.advance()
-            # Accumulators are not carried to the next head while instructions add to them.
+                head, queries = following(head, queries, first, last)
+            # Accumulators are not carried to the next round while instructions add to them.
             warpgroup.wait_group(0)
             if running:
                 ring_q.consumer_release(before)
@@ -263,3 +280,9 @@ class KeysBackward:
         for each in sums:
             each.fill(0.0)
         return *scores, *rounded, *sums
+
+
+def following(head, queries, first, last):
+    """The head and the tile of queries behind these."""
+    ended = queries == last
+    return head + cutlass.select_(ended, Int32(1), Int32(0)), cutlass.select_(ended, first, queries + 1)

@@ -29,8 +29,6 @@ class OnePassBackwardSm80(SumsOfQueries, KeysBackwardSm80):
     of keys, and once more to zero and to round them.
     """
 
-    whole_tiles = True
-
     def __init__(self, config, d, dv, mods, scale):
         super().__init__(config, d, dv, mods, scale)
         self.down = self.tile_q // MMA_ROWS  # warps below one another for dq, others beside

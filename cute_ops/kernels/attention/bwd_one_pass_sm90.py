@@ -8,7 +8,7 @@ from cutlass.pipeline import PipelineUserType, make_pipeline_state, pipeline_ini
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as hopper
 
-from cute_ops.kernels.attention.bwd_keys_sm90 import KeysBackward
+from cute_ops.kernels.attention.bwd_keys_sm90 import KeysBackward, following
 from cute_ops.kernels.attention.bwd_queries_sm90 import READ, store_rows
 from cute_ops.kernels.attention.products import (
     keep_rows,
@@ -49,16 +49,13 @@ class OnePassBackward(SumsOfQueries, KeysBackward):
     Shared memory: as :class:`KeysBackward`, and ``tile_q x 128`` of ``ds``, ``tile_q x d`` in float32.
     Bytes moved per element: as :class:`KeysBackward`; the sums of dq are read and written by L2 once for each tile of
     keys, and once more to zero and to round them.
+
+    Attributes:
+        keeps: whether keys and values stay in registers as first operands.
+        tiles_of_ds: in shared memory.
     """
 
-    chunks = CHUNKS
-
-    @property
-    def keeps(self):
-        """Whether keys and values stay in registers as first operands, which short heads leave room for: out of shared
-        memory products of 64 columns are read as slowly as they are multiplied.
-        """
-        return max(self.d, self.dv) <= MMA_M
+    chunks, keeps, tiles_of_ds = CHUNKS, False, 1
 
     @cute.jit
     def launch(
@@ -92,19 +89,28 @@ class OnePassBackward(SumsOfQueries, KeysBackward):
         inputs, gradients = self._as_moved(inputs, gradients, sizes)
         rows = [by_query(m) for m in rows]
         moved = tma_copies((*inputs, *rows, *gradients), layouts, shapes, stored=2)
-        of_sums = cute.make_layout((self.tile_q, self.d), stride=(self.d, 1))
-        added = cpasync.make_tiled_tma_atom(
-            cpasync.CopyReduceBulkTensorTileS2GOp(), mSums, of_sums, (self.tile_q, self.d)
-        )
         # The product that gives dq reads ds with queries in columns.
-        of_ds = hopper.make_smem_layout_a(row, (self.tile_k, 0, self.tile_q), dtype, 1)
+        of_ds = hopper.make_smem_layout_a(row, (self.tile_k, 0, self.tile_q), dtype, self.tiles_of_ds)
         mmas = mma_s, mma_s, mma_dk, mma_dv, mma_dq, mma_dq
-        self.kernel(mmas, (moved, layouts), ([*added], of_ds, of_sums), tuple(sizes)).launch(
+        self.kernel(mmas, (moved, layouts), of_ds, self._added(mSums), tuple(sizes)).launch(
             grid=[self._ctas(sizes), 1, 1],
             block=[WARPGROUP * (1 + self.consumers), 1, 1],
             stream=stream,
             min_blocks_per_mp=1,
         )
+
+    def _added(self, mSums):
+        """How a tile is added to the sums: TMA's copy and its coordinates, and the tile in shared memory."""
+        of_sums = cute.make_layout((self.tile_q, self.d), stride=(self.d, 1))
+        added = cpasync.make_tiled_tma_atom(
+            cpasync.CopyReduceBulkTensorTileS2GOp(), mSums, of_sums, (self.tile_q, self.d)
+        )
+        return [*added], of_sums
+
+    def _place_of_sums(self, added, smem):
+        """The sums, with the place of a tile in shared memory."""
+        (tma, m), of_sums = added
+        return Moved(tma, m, smem.allocate_tensor(Float32, of_sums, byte_alignment=128))
 
     def _layout_of_keys(self):
         """The layout of keys in shared memory, by rows: swizzled over as many columns as a warpgroup has of dq."""
@@ -114,9 +120,9 @@ class OnePassBackward(SumsOfQueries, KeysBackward):
         return cute.tile_to_shape(atom, (self.tile_k, self.d, 1), order=(0, 1, 2))
 
     @cute.kernel
-    def kernel(self, mmas, moved, sums, sizes):
+    def kernel(self, mmas, moved, of_ds, added, sizes):
         mma_first, mma_s, mma_dk, mma_dv, mma_new, mma_dq = mmas
-        (moved, layouts), (added, of_ds, of_sums), sizes = moved, sums, Sizes(*sizes)
+        (moved, layouts), sizes = moved, Sizes(*sizes)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem, dtype = cutlass.utils.SmemAllocator(), self.dtype
         held = [slots(smem, dtype, layout) for layout in layouts[:4]]
@@ -125,8 +131,7 @@ class OnePassBackward(SumsOfQueries, KeysBackward):
             start = cute.recast_ptr(place.iterator, layout.inner, dtype)
             held.append(cute.make_tensor(start, layout.outer))
         moved = [Moved(tma, m, s) for (tma, m), s in zip(moved, held)]
-        sDs = slots(smem, dtype, of_ds)
-        sums = Moved(*added, smem.allocate_tensor(Float32, of_sums, byte_alignment=128))
+        sDs, sums = slots(smem, dtype, of_ds), self._place_of_sums(added, smem)
         stages = self.stages, 1, 1, self.stages
         more = self.tile_q * Float32.width // 8, 0, 0, self.tile_q * Float32.width // 8
         rings = [ring(smem, dtype, layout, count, more=bytes) for layout, count, bytes in zip(layouts, stages, more)]
@@ -145,7 +150,7 @@ class OnePassBackward(SumsOfQueries, KeysBackward):
                 mma.set(warpgroup.Field.ACCUMULATE, False)
             for mma in (mma_s, mma_dk, mma_dv, mma_dq):
                 mma.set(warpgroup.Field.ACCUMULATE, True)
-            self._multiply(rings, mmas, moved, (sDs, sums.s), keys, sizes)
+            self._multiply(rings, mmas, moved, (sDs, sums), keys, sizes)
 
     def _queries(self, moved, tile, sizes):
         """TMA's views of the queries and the cotangents of a head, and of the numbers of their rows."""
@@ -180,17 +185,16 @@ class OnePassBackward(SumsOfQueries, KeysBackward):
         keys: cutlass.Constexpr, sizes: cutlass.Constexpr,
     ):  # fmt: skip
         (ring_q, ring_k, ring_v, ring_o), (mma_first, mma_s, mma_dk, mma_dv, mma_new, mma_dq) = rings, mmas
-        (q, k, v, dout, lse, delta, dk, dv), (sDs, sSums) = moved, own
+        (q, k, v, dout, lse, delta, dk, dv), (sDs, sums) = moved, own
         tidx = cute.arch.thread_idx()[0] - WARPGROUP
         group = cute.arch.make_warp_uniform(tidx // WARPGROUP)
         first_dq = mma_dq.get_slice(group * WARPGROUP)
         of_scores, of_weights, tKrQ, tVrO = self._operands((mma_s, mma_dk, mma_dv), (q, k, v, dout), group)
-        tDrDs = mma_dq.make_fragment_A(first_dq.partition_A(transposed(sDs)))  # (mma, m, n, 1)
+        tDrDs = mma_dq.make_fragment_A(first_dq.partition_A(transposed(sDs)))  # (mma, m, n, tiles)
         tDrK = mma_dq.make_fragment_B(first_dq.partition_B(transposed(k.s)))  # (mma, d, n, 1)
         rS, rP, rWeights, rDs, rDk, rDv = self._registers((mma_s, mma_dk, mma_dv))
         rDq = cute.make_rmem_tensor(mma_dq.partition_shape_C((self.tile_q, self.d)), Float32)
-        put_ds, put_sums = self._stores(mma_s, mma_dq, sDs, sSums, tidx)
-        both, all_three = self.consumers * WARPGROUP, self.consumers * WARPGROUP + WARP
+        put_ds, add, both = self._store(mma_s, sDs, tidx), self._adder(mma_dq, sums, tidx), self.consumers * WARPGROUP
 
         one = make_pipeline_state(PipelineUserType.Consumer, 1)
         slot = make_pipeline_state(PipelineUserType.Consumer, self.stages)
@@ -203,10 +207,11 @@ class OnePassBackward(SumsOfQueries, KeysBackward):
                 for x, operands in ((k, of_scores), (v, of_weights))
             )
         running = Boolean(False)
-        for i in cutlass.range(sizes.heads_per_kv, unroll=1):
-            tile = Tile(keys.block, keys.head * sizes.heads_per_kv + i, keys.batch)
-            first, last = self.tiles.queries_of(tile, sizes)
-            for queries in cutlass.range(first, last + 1, unroll=1):
+        for i in cutlass.range(self._rounds(sizes), unroll=1):
+            head, queries, last, steps = self._steps(keys, sizes, i)
+            first = queries
+            for _ in cutlass.range(steps, unroll=1):
+                tile = Tile(keys.block, head, keys.batch)
                 if self.tiles.some(tile, sizes, queries, tile.block):
                     place = place_of(
                         tidx, tile, (keys.block * self.tile_k, queries * self.tile_q, self.tile_q), sizes, True
@@ -228,19 +233,18 @@ class OnePassBackward(SumsOfQueries, KeysBackward):
                     warpgroup.wait_group(1)
                     self._cotangents_of_scores(rS, rP, self._of_queries(delta, slot, tidx))
                     store_packed(rS, rDs)
-                    put_ds(rDs)
+                    # Both warpgroups have read the tile of ds that lay there.
+                    of_ds = slot.index if const_expr(self.tiles_of_ds > 1) else 0
+                    put_ds(rDs, of_ds)
                     cute.arch.fence_view_async_shared()
                     cute.arch.barrier(barrier_id=DS, number_of_threads=both)
-                    multiply((mma_new, mma_dq), tDrDs, tDrK, rDq, (0, 0))
+                    multiply((mma_new, mma_dq), tDrDs, tDrK, rDq, (of_ds, 0))
                     multiply_weights(mma_dk, rDs, tKrQ, rDk, slot.index)
                     warpgroup.wait_group(1)
-                    # Both warpgroups have read ds, and the warp that adds has read the tile before.
-                    cute.arch.barrier(barrier_id=EMPTY, number_of_threads=all_three)
-                    put_sums(rDq)
-                    cute.arch.fence_view_async_shared()
-                    cute.arch.barrier_arrive(barrier_id=FULL, number_of_threads=all_three)
+                    add(rDq, tile, queries, sizes)
                     slot.advance()
-            # Accumulators are not carried to the next head while instructions add to them.
+                head, queries = following(head, queries, first, last)
+            # Accumulators are not carried to the next round while instructions add to them.
             warpgroup.wait_group(0)
             if running:
                 ring_q.consumer_release(before)
@@ -270,23 +274,33 @@ class OnePassBackward(SumsOfQueries, KeysBackward):
             for r in range(2):
                 scores[r, c] = scores[r, c] * (cotangents[r, c] - of_column(r, c))
 
-    def _stores(self, mma_s, mma_dq, sDs, sSums, tidx):
-        """Functions that write a thread's part of ds, and of what is added to dq, to shared memory."""
+    def _store(self, mma_s, sDs, tidx):
+        """A function that writes a thread's part of ds to a tile in shared memory."""
         atom = hopper.get_smem_store_op(LayoutEnum.ROW_MAJOR, self.dtype, Float32)
         of_ds = cute.make_tiled_copy_C(atom, mma_s).get_slice(tidx)
-        atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), Float32, num_bits_per_copy=2 * Float32.width)
-        of_sums = cute.make_tiled_copy_C(atom, mma_dq).get_slice(tidx)
-        sSums = cute.make_tensor(sSums.iterator, cute.make_composed_layout(chunks_of(self.d), 0, sSums.layout))
         shape = mma_s.partition_shape_C((self.tile_k, self.tile_q))
 
-        def put_ds(rDs):
+        def put_ds(rDs, tile):
             rows = cute.make_tensor(rDs.iterator, cute.make_layout(shape))
-            cute.copy(of_ds, of_ds.retile(rows), of_ds.partition_D(sDs)[None, None, None, 0])
+            cute.copy(of_ds, of_ds.retile(rows), of_ds.partition_D(sDs)[None, None, None, tile])
 
-        def put_sums(rDq):
+        return put_ds
+
+    def _adder(self, mma_dq, sums, tidx):
+        """A function that writes a thread's part of dq to shared memory, for the warp that adds it to the sums."""
+        atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), Float32, num_bits_per_copy=2 * Float32.width)
+        of_sums = cute.make_tiled_copy_C(atom, mma_dq).get_slice(tidx)
+        layout = cute.make_composed_layout(chunks_of(self.d), 0, sums.s.layout)
+        sSums, threads = cute.make_tensor(sums.s.iterator, layout), self.consumers * WARPGROUP + WARP
+
+        def add(rDq, tile, queries, sizes):
+            # Both warpgroups have read ds, and the warp that adds has read the tile before.
+            cute.arch.barrier(barrier_id=EMPTY, number_of_threads=threads)
             cute.copy(of_sums, of_sums.retile(rDq), of_sums.partition_D(sSums))
+            cute.arch.fence_view_async_shared()
+            cute.arch.barrier_arrive(barrier_id=FULL, number_of_threads=threads)
 
-        return put_ds, put_sums
+        return add
 
 
 def chunks_of(d):

@@ -6,6 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
+from cute_ops.expressions.graph import operands_of
 from cute_ops.expressions.reads import SIZE, Mod, known, ranged
 from cute_ops.expressions.text import text_of
 from cute_ops.kernels.attention.folding import Folded, Scaled
@@ -14,7 +15,7 @@ from cute_ops.kernels.emit.primitives import DEVICE
 from cute_ops.kernels.lib.activation import LOG2_E
 from cute_ops.kernels.lib.matrix import folded
 
-Q, K = 2, 3  # of coordinates
+HEAD, Q, K = 1, 2, 3  # of coordinates
 
 
 def exp(x):
@@ -104,6 +105,7 @@ class Mods:
     Attributes:
         scale: of products of queries and keys.
         outer: a factor and an offset that make scores of the numbers that a change leaves, or of the products.
+        masks_by_head: whether the mask may differ between heads.
         cap: the factors (a, b) if scores are ``a * tanh(b * product)``, else None.
         by_query, by_key: the reads of the mask that have bounds over a tile of queries, of keys.
     """
@@ -119,6 +121,7 @@ class Mods:
         cap = self._score.cap() if self._score else None
         self.cap = cap and (cap[0], cap[1] * scale)
         self.by_query, self.by_key = ranged(self.mask.mod) if self.mask else ([], [])
+        self.masks_by_head = self.mask is not None and depends_on_head(self.mask.mod)
 
     def bounds(self, tile, place, tiles, sizes):
         """Whether the mask is true of all scores of a tile, and whether it may be true of one.
@@ -236,6 +239,12 @@ class Mods:
             given = Scaled(self.scale, products[r, c]), *coordinates
             operands = self.score.along(self.score.operands(given, place.sizes.captured, loaded, at), place, c)
             cotangents[r, c] = self._derived(operands, self.score.varying(place), cotangents[r, c])
+
+
+def depends_on_head(mask):
+    """Whether a mask computes with the number of the head, or reads by it."""
+    places = [read.place for read in mask.reads if read.place]
+    return any(HEAD in operands_of(e, i) for e in (mask.expression, *places) for i in e.outputs)
 
 
 def min_size(x, size):

@@ -3,6 +3,8 @@
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import dsl_user_op
 
 from cute_ops.kernels.attention.tiles import Sizes, address_of, row_at
 from cute_ops.kernels.lib.copy import fragment, load, store
@@ -12,14 +14,13 @@ THREADS = 256  # of a CTA that rounds dq
 
 
 class SumsOfQueries:
-    """What kernels have that add to dq: ``tiles``, ``d``, ``scale``.
+    """What kernels have that add to dq: ``tiles``, ``d``, ``scale``. Sums have whole tiles.
 
     Attributes:
         chunks: neighbouring chunks that change places by the row.
-        whole_tiles: whether sums have whole tiles where sequences are not packed, too.
     """
 
-    chunks, whole_tiles = 1, False
+    chunks = 1
 
     @cute.jit
     def finish(self, mSums, mDq, packed: cutlass.Constexpr, stream):
@@ -50,3 +51,13 @@ class SumsOfQueries:
         load(rX, address_of(mSums, (row, (chunk ^ (row % self.chunks)) * CHUNK, head, batch)))
         rOut.store((rX.load() * Float32(self.scale)).to(mDq.element_type))
         store(rOut, address_of(mDq, (token, chunk * CHUNK, head, batch)))
+
+
+@dsl_user_op
+def add_four(address, values, *, loc=None, ip=None):
+    """Add four numbers in float32 to neighbours in memory, 16 bytes that are aligned."""
+    operands = [Int64(address).ir_value(loc=loc, ip=ip), *(Float32(x).ir_value(loc=loc, ip=ip) for x in values)]
+    llvm.inline_asm(
+        None, operands, "red.relaxed.gpu.global.add.v4.f32 [$0], {$1, $2, $3, $4};", "l,f,f,f,f",
+        has_side_effects=True, is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT,
+    )  # fmt: skip

@@ -171,17 +171,15 @@ def workspace_bwd(own: mods.Own, problem: Problem, config: Config) -> dict[str, 
     """
     dims, chosen = problem.dims, AttentionBackwardConfig.of(config)
     rows, length = (problem.m, dims["g"] * dims["r"]), dims["s"]
-    of_sums = length
     if chosen.one_pass:
         tile = chosen.tile_q if _is_packed(problem) else chosen.block
         length = _blocks(problem, "s", tile) * tile
-        of_sums = length if _is_packed(problem) or chosen.warps else of_sums
     of_rows = Array((*rows, length), "float32")
     first = _tables(own, problem, {"queries": chosen.block, "keys": chosen.tile_k})
     second = _tables(own, problem, {"queries": chosen.tile_q, "keys": chosen.block})
     return {
         "delta": of_rows, "logs": of_rows if chosen.one_pass else None,
-        "sums": Array((*rows, of_sums, dims["d"]), "float32") if chosen.one_pass else None,
+        "sums": Array((*rows, length, dims["d"]), "float32") if chosen.one_pass else None,
         **(dict.fromkeys(first) if chosen.one_pass else first),
         **{f"{name}_2": table for name, table in second.items()},
     }  # fmt: skip
