@@ -18,6 +18,7 @@ from cute_ops.declaration.shapes import Array
 from cute_ops.jit.compile_pool import worker
 from cute_ops.jit.plan import plan
 from cute_ops.jit.target import parse
+from cute_ops.kernels.attention import tiles
 from cute_ops.kernels.attention.config import AttentionConfig
 from cute_ops.kernels.attention.softmax import CUBIC, LOWEST, QUINTIC, CappedSoftmax, polynomial
 from cute_ops.ops.attention.attention import attention, attention_bwd
@@ -208,6 +209,15 @@ def test_results(call: Call, tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", range(3))
 def test_results_with_functions_that_read_arrays(number: int, tmp_path: Path) -> None:
     _check_results(*modded(number), tmp_path)
+
+
+@pytest.mark.slow
+@products.emulated
+def test_few_ctas_go_through_the_blocks_of_all_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two CTAs have three blocks of each of two heads, of which L2 would hold one."""
+    monkeypatch.setattr(tiles, "CACHED_BYTES", 1)
+    call = Call(1, 270, 270, 2, 2, 128, 64, "bfloat16", {"causal": True}, False, False)
+    _check_results(call, NO_FUNCTIONS, tmp_path)
 
 
 def _check_results(call: Call, functions: Functions, folder: Path) -> None:

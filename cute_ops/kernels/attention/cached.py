@@ -61,6 +61,9 @@ class Cached:
     def _count(self, sizes):
         return super()._count(sizes) * sizes.splits
 
+    def _together(self, sizes):
+        return super()._together(sizes) * sizes.splits
+
     def _tile(self, index, sizes):
         number = index // sizes.splits
         tile, own = super()._tile(number, sizes)

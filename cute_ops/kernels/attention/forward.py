@@ -1,5 +1,8 @@
 """The base of the kernels of attention's forward."""
 
+import cutlass
+import cutlass.cute as cute
+
 from cute_ops.kernels.attention.config import AttentionConfig
 from cute_ops.kernels.attention.mods import Mods
 from cute_ops.kernels.attention.softmax import softmax_of
@@ -22,9 +25,39 @@ class ForwardKernel:
         blocks, batches = self.tiles.blocks(sizes, 0)
         return blocks * sizes.heads * batches
 
+    def _steps(self, sizes):
+        """In how many steps a CTA goes through blocks, and a function from a step to the index of a block, which is no
+        less than their count where the CTA has none.
+
+        Blocks of heads that are walked together come from the longest to the shortest. Every other row of CTAs takes
+        them the other way round, so that each CTA has as much work: else the first one of a row had most each time (2 x
+        8192 causal, 32 heads: 3% more than on average).
+        """
+        count, ctas, own = self._count(sizes), cute.arch.grid_dim()[0], cute.arch.block_idx()[0]
+        together = self._together(sizes)
+        together = cutlass.select_(together > ctas, together, count)
+        rows = cute.ceil_div(together, ctas)
+
+        def index_of(step):
+            section = step // rows
+            row = step - section * rows
+            place = row * ctas + cutlass.select_((section + row) % 2 == 0, own, ctas - 1 - own)
+            return cutlass.select_(place < together, section * together + place, count)
+
+        return cute.ceil_div(count, together) * rows, index_of
+
+    def _together(self, sizes):
+        """How many indices heads have that are walked together."""
+        blocks, _ = self.tiles.blocks(sizes, 0)
+        return self.tiles.heads_together(sizes, self._bytes_of_key) * blocks
+
+    @property
+    def _bytes_of_key(self):
+        return (self.d + self.dv) * self.dtype.width // 8
+
     def _tile(self, index, sizes):
         """The block of queries with an index, and the sizes of its sequence."""
-        return self.tiles.queries_at(index, sizes, (self.d + self.dv) * self.dtype.width // 8)
+        return self.tiles.queries_at(index, sizes, self._bytes_of_key)
 
     def _keys_of(self, tile, own):
         """The first and the last tile of keys of a block of queries; first > last if there is none."""

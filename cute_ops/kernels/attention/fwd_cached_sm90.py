@@ -115,32 +115,36 @@ class AttentionCachedSm90(Cached, AttentionFwd):
         warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
         q_slot = make_pipeline_state(PipelineUserType.Producer, 1)
         slot = make_pipeline_state(PipelineUserType.Producer, self.stages)
-        for index in cutlass.range(cute.arch.block_idx()[0], self._count(sizes), cute.arch.grid_dim()[0], unroll=1):
-            tile, own = self._tile(index, sizes)
-            kv_head = tile.head // sizes.heads_per_kv
-            first, last = self._keys_of(tile, own)
-            entry, place = loads.find(mK, tile.batch, last, own.seqlen_k)
-            if warp == 0:
-                tQsQ, tQgQ = partition(q, (self.tile_m, self.d), (tile.block, 0, tile.head, tile.batch), own.rows[0])
-                ring_q.producer_acquire(q_slot)
-                cute.copy(q.tma, tQgQ, tQsQ[None, 0], tma_bar_ptr=ring_q.producer_get_barrier(q_slot))
-            q_slot.advance()
-            for i in cutlass.range(last - first + 1, unroll=1):
-                keys = last - i
-                found = page_found(mTable, mK, entry), place
-                entry, place = loads.find(mK, tile.batch, keys - 1, own.seqlen_k)
-                if self.tiles.some(tile, own, tile.block, keys):
-                    ring_k.producer_acquire(slot)
-                    ring_k.mark(slot, found[0] >= 0, warp, lane)
-                    for mX, each, s in ((mK, ring_k, k.s), (mV, ring_v, v.s)):
-                        if const_expr(each is ring_v):
-                            each.producer_acquire(slot)
-                        if const_expr(self.float8):
-                            loads.convert(mX, kv_head, s, slot.index, found)
-                        else:
-                            loads.copy(mX, kv_head, s, slot.index, found)
-                        each.producer_commit(slot, self.float8)
-                    slot.advance()
+        steps, index_of = self._steps(sizes)
+        for step in cutlass.range(steps, unroll=1):
+            if index_of(step) < self._count(sizes):
+                tile, own = self._tile(index_of(step), sizes)
+                kv_head = tile.head // sizes.heads_per_kv
+                first, last = self._keys_of(tile, own)
+                entry, place = loads.find(mK, tile.batch, last, own.seqlen_k)
+                if warp == 0:
+                    tQsQ, tQgQ = partition(
+                        q, (self.tile_m, self.d), (tile.block, 0, tile.head, tile.batch), own.rows[0]
+                    )
+                    ring_q.producer_acquire(q_slot)
+                    cute.copy(q.tma, tQgQ, tQsQ[None, 0], tma_bar_ptr=ring_q.producer_get_barrier(q_slot))
+                q_slot.advance()
+                for i in cutlass.range(last - first + 1, unroll=1):
+                    keys = last - i
+                    found = page_found(mTable, mK, entry), place
+                    entry, place = loads.find(mK, tile.batch, keys - 1, own.seqlen_k)
+                    if self.tiles.some(tile, own, tile.block, keys):
+                        ring_k.producer_acquire(slot)
+                        ring_k.mark(slot, found[0] >= 0, warp, lane)
+                        for mX, each, s in ((mK, ring_k, k.s), (mV, ring_v, v.s)):
+                            if const_expr(each is ring_v):
+                                each.producer_acquire(slot)
+                            if const_expr(self.float8):
+                                loads.convert(mX, kv_head, s, slot.index, found)
+                            else:
+                                loads.copy(mX, kv_head, s, slot.index, found)
+                            each.producer_commit(slot, self.float8)
+                        slot.advance()
         let_next_start(True)
 
     def _there(self, ring_k, slot):

@@ -145,24 +145,26 @@ class AttentionFwd(ForwardKernel):
         q, k, v, _ = moved
         q_slot = make_pipeline_state(PipelineUserType.Producer, 1)
         slot = make_pipeline_state(PipelineUserType.Producer, self.stages)
-        for index in cutlass.range(cute.arch.block_idx()[0], self._count(sizes), cute.arch.grid_dim()[0], unroll=1):
-            tile, own = self._tile(index, sizes)
-            (of_q, of_k), kv_head = own.rows, tile.head // sizes.heads_per_kv
-            tQsQ, tQgQ = partition(q, (self.tile_m, self.d), (tile.block, 0, tile.head, tile.batch), of_q)
-            tKsK, tKgK = partition(k, (self.tile_n, self.d), (None, 0, kv_head, tile.batch), of_k)
-            tVsV, tVgV = partition(v, (self.dv, self.tile_n), (0, None, kv_head, tile.batch), of_k, 1)
-            first, last = self._keys_of(tile, own)
-            ring_q.producer_acquire(q_slot)
-            cute.copy(q.tma, tQgQ, tQsQ[None, 0], tma_bar_ptr=ring_q.producer_get_barrier(q_slot))
-            q_slot.advance()
-            for i in cutlass.range(last - first + 1, unroll=1):
-                keys = last - i
-                if self.tiles.some(tile, own, tile.block, keys):
-                    for tma, each, tXsX, tXgX in ((k.tma, ring_k, tKsK, tKgK), (v.tma, ring_v, tVsV, tVgV)):
-                        each.producer_acquire(slot)
-                        full = each.producer_get_barrier(slot)
-                        cute.copy(tma, tXgX[None, keys], tXsX[None, slot.index], tma_bar_ptr=full)
-                    slot.advance()
+        steps, index_of = self._steps(sizes)
+        for step in cutlass.range(steps, unroll=1):
+            if index_of(step) < self._count(sizes):
+                tile, own = self._tile(index_of(step), sizes)
+                (of_q, of_k), kv_head = own.rows, tile.head // sizes.heads_per_kv
+                tQsQ, tQgQ = partition(q, (self.tile_m, self.d), (tile.block, 0, tile.head, tile.batch), of_q)
+                tKsK, tKgK = partition(k, (self.tile_n, self.d), (None, 0, kv_head, tile.batch), of_k)
+                tVsV, tVgV = partition(v, (self.dv, self.tile_n), (0, None, kv_head, tile.batch), of_k, 1)
+                first, last = self._keys_of(tile, own)
+                ring_q.producer_acquire(q_slot)
+                cute.copy(q.tma, tQgQ, tQsQ[None, 0], tma_bar_ptr=ring_q.producer_get_barrier(q_slot))
+                q_slot.advance()
+                for i in cutlass.range(last - first + 1, unroll=1):
+                    keys = last - i
+                    if self.tiles.some(tile, own, tile.block, keys):
+                        for tma, each, tXsX, tXgX in ((k.tma, ring_k, tKsK, tKgK), (v.tma, ring_v, tVsV, tVgV)):
+                            each.producer_acquire(slot)
+                            full = each.producer_get_barrier(slot)
+                            cute.copy(tma, tXgX[None, keys], tXsX[None, slot.index], tma_bar_ptr=full)
+                        slot.advance()
         let_next_start(True)
         ring_v.producer_tail(slot)
 
@@ -194,67 +196,69 @@ class AttentionFwd(ForwardKernel):
         late = cute.make_rmem_tensor(2, Float32)  # what sums are to be multiplied by before the next product
         if group == self.consumers - 1:
             self._end_turn(group)
-        for index in cutlass.range(cute.arch.block_idx()[0], self._count(sizes), cute.arch.grid_dim()[0], unroll=1):
-            tile, own = self._tile(index, sizes)
-            own = self.mods.with_reads(tile, own)
-            first, last = self._keys_of(tile, own)
-            rMax.fill(-Float32.inf)
-            rSum.fill(0.0)
-            rO.fill(0.0)
-            ring_q.consumer_wait(q_slot)
-            if last >= first:
-                self._begin_turn(group)
-                ring_k.consumer_wait(slot)
-                multiply(*score, (0, slot.index))
-                self._end_turn(group)
-                warpgroup.wait_group(0)
-                there = self._there(ring_k, slot)
-                ring_k.consumer_release(slot)
-                slot.advance()
-                self._weigh(rS, (tile, own, tidx, there), last, (rMax, rSum))
-                late.fill(1.0)
-                store_packed(rS, rP)
-                for i in cutlass.range(1, last - first + 1, unroll=1):
-                    keys = last - i
-                    if self.tiles.some(tile, own, tile.block, keys):
-                        self._begin_turn(group)
-                        ring_k.consumer_wait(slot)
-                        multiply(*score, (0, slot.index))
-                        self._rescale_late(rO, late)
-                        ring_v.consumer_wait(before)
-                        multiply_weights(*value, before.index)
-                        self._end_turn(group)
-                        warpgroup.wait_group(1)
-                        there = self._there(ring_k, slot)
-                        ring_k.consumer_release(slot)
-                        slot.advance()
-                        factors = self._weigh(rS, (tile, own, tidx, there), keys, (rMax, rSum))
-                        # ptxas would move the wait ahead of the exponentials, but not over a branch on their sums.
-                        if rSum[0] + rSum[1] < 0.0:
-                            cute.arch.sync_warp()
-                        warpgroup.wait_group(0)
-                        ring_v.consumer_release(before)
-                        before.advance()
-                        if const_expr(self.is_long):
-                            late.store(factors.load())
-                        else:
-                            self.softmax.rescale_grown(rO, factors)
-                        store_packed(rS, rP)
-                self._rescale_late(rO, late)
-                ring_v.consumer_wait(before)
-                multiply_weights(*value, before.index)
-                warpgroup.wait_group(0)
-                ring_v.consumer_release(before)
-                before.advance()
-            if const_expr(self.shares_memory):
-                cute.arch.barrier(barrier_id=READ, number_of_threads=self.consumers * WARPGROUP)
-            else:
-                ring_q.consumer_release(q_slot)
-            self._finish(mma_pv, rO, (rMax, rSum), moved[3], (mSinks, mLse), (tile, own, tidx))
-            if const_expr(self.shares_memory):
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
-                ring_q.consumer_release(q_slot)
-            q_slot.advance()
+        steps, index_of = self._steps(sizes)
+        for step in cutlass.range(steps, unroll=1):
+            if index_of(step) < self._count(sizes):
+                tile, own = self._tile(index_of(step), sizes)
+                own = self.mods.with_reads(tile, own)
+                first, last = self._keys_of(tile, own)
+                rMax.fill(-Float32.inf)
+                rSum.fill(0.0)
+                rO.fill(0.0)
+                ring_q.consumer_wait(q_slot)
+                if last >= first:
+                    self._begin_turn(group)
+                    ring_k.consumer_wait(slot)
+                    multiply(*score, (0, slot.index))
+                    self._end_turn(group)
+                    warpgroup.wait_group(0)
+                    there = self._there(ring_k, slot)
+                    ring_k.consumer_release(slot)
+                    slot.advance()
+                    self._weigh(rS, (tile, own, tidx, there), last, (rMax, rSum))
+                    late.fill(1.0)
+                    store_packed(rS, rP)
+                    for i in cutlass.range(1, last - first + 1, unroll=1):
+                        keys = last - i
+                        if self.tiles.some(tile, own, tile.block, keys):
+                            self._begin_turn(group)
+                            ring_k.consumer_wait(slot)
+                            multiply(*score, (0, slot.index))
+                            self._rescale_late(rO, late)
+                            ring_v.consumer_wait(before)
+                            multiply_weights(*value, before.index)
+                            self._end_turn(group)
+                            warpgroup.wait_group(1)
+                            there = self._there(ring_k, slot)
+                            ring_k.consumer_release(slot)
+                            slot.advance()
+                            factors = self._weigh(rS, (tile, own, tidx, there), keys, (rMax, rSum))
+                            # ptxas would move the wait ahead of the exponentials, but not over a branch on their sums.
+                            if rSum[0] + rSum[1] < 0.0:
+                                cute.arch.sync_warp()
+                            warpgroup.wait_group(0)
+                            ring_v.consumer_release(before)
+                            before.advance()
+                            if const_expr(self.is_long):
+                                late.store(factors.load())
+                            else:
+                                self.softmax.rescale_grown(rO, factors)
+                            store_packed(rS, rP)
+                    self._rescale_late(rO, late)
+                    ring_v.consumer_wait(before)
+                    multiply_weights(*value, before.index)
+                    warpgroup.wait_group(0)
+                    ring_v.consumer_release(before)
+                    before.advance()
+                if const_expr(self.shares_memory):
+                    cute.arch.barrier(barrier_id=READ, number_of_threads=self.consumers * WARPGROUP)
+                else:
+                    ring_q.consumer_release(q_slot)
+                self._finish(mma_pv, rO, (rMax, rSum), moved[3], (mSinks, mLse), (tile, own, tidx))
+                if const_expr(self.shares_memory):
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)
+                    ring_q.consumer_release(q_slot)
+                q_slot.advance()
         if group == 0:
             self._begin_turn(group)  # the last warpgroup's last end of a turn
         cute.arch.cp_async_bulk_wait_group(0, read=True)

@@ -303,12 +303,17 @@ class Tiles:
         """The block of queries with an index, and the sizes of its sequence; ``bytes_of_key``: of a key and its
         value.
         """
-        of_head = Int64(sizes.seqlen_k) * bytes_of_key
-        together = Int32(cutlass.max(Int64(CACHED_BYTES) // cutlass.max(of_head, 1), 1)) * sizes.heads_per_kv
         blocks, batches = self.blocks(sizes, 0)
+        together = self.heads_together(sizes, bytes_of_key)
         block, head = self.walk(index, blocks, sizes.heads * batches, together)
         batch = head // sizes.heads
         return self.placed(block, head - batch * sizes.heads, batch, sizes, 0)
+
+    def heads_together(self, sizes, bytes_of_key):
+        """How many heads of queries L2 holds the keys and values of."""
+        of_head = Int64(sizes.seqlen_k) * bytes_of_key
+        together = Int32(cutlass.max(Int64(CACHED_BYTES) // cutlass.max(of_head, 1), 1)) * sizes.heads_per_kv
+        return cutlass.min(together, sizes.heads * self.blocks(sizes, 0)[1])
 
     def keys_at(self, index, sizes, bytes_of_query):
         """The block of keys with an index, of a head of k, and the sizes of its sequence: under a causal mask the first
