@@ -90,25 +90,26 @@ def wrong_arguments(signature: Signature, args: Sequence[Any], kwargs: Mapping[s
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
-        parameters = signature.parameters.values()
-        names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        by_position = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-        for name in kwargs:
-            if name not in names:
-                return unknown_argument(name, names)
-            if name in by_position[: len(args)]:
-                return f"argument `{name}` was given twice, by position and by name."
-        if len(args) > len(by_position) and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
-            how = "" if len(by_position) == len(names) else " by position"
-            return (
-                f"{len(args)} arguments were given{how}; it takes {', '.join(f'`{n}`' for n in by_position) or 'none'}."
-            )
-        given = {*by_position[: len(args)], *kwargs}
-        for p in parameters:
-            if p.name in names and p.default is p.empty and p.name not in given:
-                return f"argument `{p.name}` is required, but was not given."
-        return f"{error}."
+        return _misfit(signature, args, kwargs) or f"{error}."
     return ""
+
+
+def _misfit(signature: Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Why the arguments of a call do not fit; empty where that is something else than names and numbers."""
+    parameters = signature.parameters.values()
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    by_position = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    for name in kwargs:
+        if name not in names:
+            return unknown_argument(name, names)
+        if name in by_position[: len(args)]:
+            return f"argument `{name}` was given twice, by position and by name."
+    if len(args) > len(by_position) and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        how = "" if len(by_position) == len(names) else " by position"
+        return f"{len(args)} arguments were given{how}; it takes {', '.join(f'`{n}`' for n in by_position) or 'none'}."
+    required = [p.name for p in parameters if p.name in names and p.default is p.empty]
+    missing = next((name for name in required if name not in {*by_position[: len(args)], *kwargs}), None)
+    return f"argument `{missing}` is required, but was not given." if missing else ""
 
 
 def header_of(function: Any, argument: str) -> Signature:

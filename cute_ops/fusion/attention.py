@@ -400,20 +400,26 @@ def _renumbered(leaf: Leaf, rows: Shape) -> Leaf:
     """A leaf with its labels among other rows, of which some are joined in its own, as heads are for a mask without
     them; the leaf itself where it has a joined dim.
     """
-    dims, end = list[list[int]](), 0
-    for size in leaf.rows if leaf.rows != rows else ():
-        begin, whole = end, 1
-        while whole != size and end < len(rows):
-            whole, end = whole * int(rows[end]) if isinstance(rows[end], int) else 0, end + 1
-        if whole != size:
-            return leaf
-        dims.append([i for i in range(begin, end) if rows[i] != 1])
+    dims = [] if leaf.rows == rows else _joined(leaf.rows, rows)
     sizes = zip(leaf.labels, leaf.node.shape, strict=True)
     if not dims or any(label >= 0 and size != 1 and len(dims[label]) != 1 for label, size in sizes):
         return leaf
     place = [each[0] if each else ONE for each in dims]
     labels = tuple(place[label] if label >= 0 else label for label in leaf.labels)
     return leaf._replace(rows=rows, labels=labels)
+
+
+def _joined(whole: Shape, rows: Shape) -> list[list[int]]:
+    """Which of some rows, neighbours without those of one element, make each of these; none where they do not."""
+    dims, end = list[list[int]](), 0
+    for size in whole:
+        begin, product = end, 1
+        while product != size and end < len(rows):
+            product, end = product * int(rows[end]) if isinstance(rows[end], int) else 0, end + 1
+        if product != size:
+            return []
+        dims.append([i for i in range(begin, end) if rows[i] != 1])
+    return dims
 
 
 def _require(fits: bool, why: str = "") -> None:

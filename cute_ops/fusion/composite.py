@@ -93,17 +93,14 @@ class _Parts:
         for down in self.products:
             hidden, w_down = down.args
             gated = self.of_root.get(hidden)
-            meaning = None if gated is None else gated.meaning
-            if gated is None or meaning is None or meaning.op not in _GATED or len(gated.roots) > 1:
+            meaning = None if gated is None or len(gated.roots) > 1 else gated.meaning
+            if gated is None or meaning is None or meaning.op not in _GATED:
                 continue
-            given = dict(zip(meaning.operands, (leaf.node for leaf in gated.leaves), strict=True))
-            halves = [given[name] for name in ("gate", "up", "x") if name in given]
+            halves = _halves_of(gated, meaning)
             first, inside = halves[0], set(gated.region.nodes)
-            if not _are_alike(halves) or first.attr[1] != down.attr[1] or not _one_dtype(*halves, hidden, down):
-                continue
-            if not _has_rows_of(gated, halves) or not self._are_read_only_by(halves, inside):
-                continue
-            if not self._is_read_only_by(hidden, {down}):
+            alone = self._are_read_only_by(halves, inside) and self._is_read_only_by(hidden, {down})
+            alike = _are_alike(halves) and first.attr[1] == down.attr[1] and _one_dtype(*halves, hidden, down)
+            if not (alone and alike and _has_rows_of(gated, halves)):
                 continue
             x, weights = first.args[0], [each.args[1] for each in halves]
             names = ("w_gate", "w_up") if len(halves) == 2 else ("w_gate_up",)
@@ -273,6 +270,12 @@ class _Heads(NamedTuple):
     table: Shape
     turned: bool
     nodes: tuple[Node, ...]
+
+
+def _halves_of(found: Found, meaning: Meaning) -> list[Node]:
+    """The values that a gated activation reads: gate and up, or one that has both."""
+    given = dict(zip(meaning.operands, (leaf.node for leaf in found.leaves), strict=True))
+    return [given[name] for name in ("gate", "up", "x") if name in given]
 
 
 def _activation_of(found: Found) -> tuple[str, tuple[str, ...]] | None:

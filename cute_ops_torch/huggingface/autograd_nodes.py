@@ -49,10 +49,10 @@ class _SiluMLP(torch.autograd.Function):
 
 
 def silu_mlp_add_rmsnorm(
-    x: Tensor, gate: Tensor, up: Tensor, down: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
+    x: Tensor, gate: Tensor, up: Tensor, down: Tensor, residual: Tensor, norm: Any
 ) -> tuple[Tensor, Tensor]:
-    """``(rmsnorm(total), total)`` of ``total = silu_mlp(x, gate, up, down) + residual``."""
-    return _SiluMLPAddRMSNorm.apply(x, gate, up, down, residual, norm_weight, eps)  # type: ignore[no-untyped-call, no-any-return]
+    """``(norm(total), total)`` of ``total = silu_mlp(x, gate, up, down) + residual``, for the RMSNorm of a model."""
+    return _SiluMLPAddRMSNorm.apply(x, gate, up, down, residual, norm.weight, norm.variance_epsilon)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _SiluMLPAddRMSNorm(torch.autograd.Function):

@@ -77,7 +77,7 @@ def _mlp_and_residual(layer: LlamaDecoderLayer, normed: Tensor, residual: Tensor
         after = None
     if after is not None and normed.dtype == residual.dtype and drops_product(mlp, normed):
         weights = mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight
-        found = silu_mlp_add_rmsnorm(normed, *weights, residual, after.weight, after.variance_epsilon)
+        found = silu_mlp_add_rmsnorm(normed, *weights, residual, after)
         return residual_norm.attach(after, *found)
     out: Tensor = mlp(normed)
     if after is not None and _can_fuse(after, out):

@@ -84,7 +84,7 @@ class LazyLogits(Lazy):
 
     def __init__(
         self, hidden: Tensor, head: nn.Linear, compute: Callable[[], Tensor], loss: Loss = lambda *_, **__: None,
-        scale: tuple[Any, Any] = (1.0, 1.0), outer: Any = None, dtype: torch.dtype | None = None,
+        *, scale: tuple[Any, Any] = (1.0, 1.0), outer: Any = None, dtype: torch.dtype | None = None,
         bias: Tensor | None = None,
     ) -> None:  # fmt: skip
         super().__init__(compute)
@@ -147,7 +147,7 @@ class LazyLogits(Lazy):
             return self.real() + realised(other)
         bias = other.reshape(-1) if self.bias is None else self.bias + other.reshape(-1)
         compute = lambda: self.narrow() + other  # noqa: E731
-        return LazyLogits(self.hidden, self.head, compute, self._loss, self._scale, self._outer, self.dtype, bias)
+        return self._changed(self.hidden, compute, bias=bias)
 
     def __mul__(self, factor: Any) -> Any:
         return self._times(factor, factor, 1.0, lambda real: real * factor)
@@ -173,11 +173,15 @@ class LazyLogits(Lazy):
 
     def _like(self, hidden: Tensor, compute: Callable[[], Tensor], dtype: torch.dtype) -> LazyLogits:
         """These logits for rows of ``hidden``, or in another dtype."""
-        return LazyLogits(hidden, self.head, compute, self._loss, self._scale, self._outer, dtype, self.bias)
+        return self._changed(hidden, compute, dtype=dtype)
 
     def _after(self, apply: Callable[[Tensor], Tensor], scale: tuple[Any, Any], outer: Any) -> LazyLogits:
         compute = lambda: apply(self.real())  # noqa: E731
-        return LazyLogits(self.hidden, self.head, compute, self._loss, scale, outer, self.dtype, self.bias)
+        return self._changed(self.hidden, compute, scale=scale, outer=outer)
+
+    def _changed(self, hidden: Tensor, compute: Callable[[], Tensor], **changes: Any) -> LazyLogits:
+        kept = {"scale": self._scale, "outer": self._outer, "dtype": self.dtype, "bias": self.bias}
+        return LazyLogits(hidden, self.head, compute, self._loss, **{**kept, **changes})
 
     def cross_entropy(
         self, target: Any, weight: Any = None, size_average: Any = None, ignore_index: int = -100, reduce: Any = None,

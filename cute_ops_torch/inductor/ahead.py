@@ -40,10 +40,7 @@ def compile_ahead(op: Op, node: Node) -> None:
     """Start to compile the kernels of a call in a graph. Errors are raised where a kernel is called."""
     if env.TUNE.read() or env.RECORD.read() is not None or env.BUNDLE.read():
         return  # a call that never runs is not measured or recorded, and bundles hold all kernels
-    given: Any = torch.fx.map_arg((node.args, node.kwargs), example)
-    named = dict(zip((*op.inputs, *op.keywords), given[0], strict=False)) | given[1]
-    tensors = [named.get(name) for name in op.inputs]
-    attrs = [named.get(name, default) for name, default in op.keywords.items()]
+    tensors, attrs = _arguments(op, node)
     device = next((t.device for t in tensors if t is not None), None)
     if device is None or device.type != "cuda":
         return
@@ -63,6 +60,14 @@ def compile_ahead(op: Op, node: Node) -> None:
     for variant in wanted:
         if not cache.holds(variant):
             _start(variant)
+
+
+def _arguments(op: Op, node: Node) -> tuple[list[Any], list[Any]]:
+    """The fake tensors that a call in a graph has, and its attributes."""
+    given: Any = torch.fx.map_arg((node.args, node.kwargs), example)
+    named = dict(zip((*op.inputs, *op.keywords), given[0], strict=False)) | given[1]
+    attrs = [named.get(name, default) for name, default in op.keywords.items()]
+    return [named.get(name) for name in op.inputs], attrs
 
 
 def kernels(op: Op, tensors: Tensors, attrs: Sequence[Any], arch: Target) -> list[Variant]:

@@ -17,7 +17,7 @@ from cute_ops.fusion.graph import Node as Value
 from cute_ops.fusion.named import MODE
 from cute_ops.fusion.report import Entry, entry_of, text_of_shape
 from cute_ops_torch.inductor.effects import example
-from cute_ops_torch.inductor.rewrite import Rewritten
+from cute_ops_torch.inductor.rewrite import Part, Rewritten
 
 # What computes nothing, or is named where it matters.
 _SILENT = (MODE, "what is written in place", "getitem")
@@ -34,15 +34,9 @@ def entries_of(made: Rewritten, graph: Graph) -> Iterator[Entry]:
     alive, holders = set(graph.nodes), made.front.holders
     taken: dict[Value, str] = {}
     for part in made.parts:
-        inside = part.found.nodes if isinstance(part.found, Composite) else part.found.region.nodes
-        module = module_of(each.node for value in inside for each in holders.get(value, ()))
+        module = module_of(each.node for value in _inside(part) for each in holders.get(value, ()))
         yield entry_of(part.found, part.choice)._replace(gain=part.gain, module=module)
-        if isinstance(part.found, Composite):
-            continue
-        for i, leaf in enumerate(part.found.leaves):
-            if leaf.node.op == "contract":
-                why = part.choice.why or f"{part.choice.name} follows it"
-                taken[leaf.node] = "" if i == part.choice.product else why
+        taken |= _products_beside(part)
     # The first holder is the call; later ones are views of its result, which read what has replaced it.
     stays = [node for node in made.front.graph.nodes if any(each.node in alive for each in holders.get(node, ())[:1])]
     for node in stays:
@@ -53,6 +47,21 @@ def entries_of(made: Rewritten, graph: Graph) -> Iterator[Entry]:
     for node, why in made.analysis.reasons.items():
         if node in whole and node.dtype in FLOATS:
             yield from _left(node, why, module_of(each.node for each in holders[node]))
+
+
+def _inside(part: Part) -> Iterable[Value]:
+    return part.found.nodes if isinstance(part.found, Composite) else part.found.region.nodes
+
+
+def _products_beside(part: Part) -> dict[Value, str]:
+    """The products that an expression reads, each with why the op of the expression does not compute it; an empty text
+    for the one that it computes.
+    """
+    if isinstance(part.found, Composite):
+        return {}
+    why = part.choice.why or f"{part.choice.name} follows it"
+    products = {leaf.node: i for i, leaf in enumerate(part.found.leaves) if leaf.node.op == "contract"}
+    return {node: "" if i == part.choice.product else why for node, i in products.items()}
 
 
 def _left(node: Value, why: str, module: str) -> Iterator[Entry]:

@@ -73,7 +73,7 @@ def on_chip(shape: tuple[int, int], groups: int, itemsize: int, inputs: int) -> 
 
 
 def examples(problem: Problem) -> GroupConfig:
-    """As many channels as let clusters read whole sectors and two CTAs fit an SM, and as few CTAs as then do."""
+    """The most channels with which clusters read whole sectors and two CTAs fit an SM, in the fewest CTAs."""
     dims, itemsize = problem.dims, ITEMSIZE[problem.dtypes["x"]]
     positions, channels, groups = dims["m"], dims["n"], problem.attrs.get("groups") or dims["g"]
     inputs = [name for name in ("x", "dy") if name in problem.aligns]
