@@ -46,7 +46,11 @@ def make({values}):
 GUARDED = """
 def make(_otherwise, {values}):
     def {name}({parameters}):
-        if {condition}:
+        try:
+            _fits = {condition}
+        except (RuntimeError, ValueError):  # an attribute that is an array is neither equal nor not
+            _fits = False
+        if _fits:
             return {result}
         return _otherwise({arguments})
     return {name}

@@ -66,7 +66,7 @@ def make_function(
                 raise
         try:
             return fast_path.specialize(*args)
-        except (TypeError, AttributeError):  # an attribute without a hash, or one of another type
+        except (RuntimeError, ValueError, TypeError, AttributeError):  # an attribute without a hash, of another type
             _check_attributes(op, args[len(op.inputs) :])
             raise
 
