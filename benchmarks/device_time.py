@@ -247,7 +247,7 @@ class Bench:
 
         self.synchronize()  # the arrays are imported without waiting for PyTorch's stream
         program = self.program(function, problem, direction, sets)
-        got = [jax_program.to_torch(a) for a in program.run()[0]]
+        got = [jax_program.to_torch(a) for a in program.run()[0][: len(program.returned)]]
         wrong = self.wrong(got, [wanted[i] for i in program.returned], problem, direction, program.returned)
         if wrong:
             return wrong

@@ -32,7 +32,7 @@ class Program:
         compiled: returns one tuple of outputs per call, and a token.
         arguments: what it is called with.
         calls: how many calls one run makes.
-        returned: which of the contender's outputs a call returns.
+        returned: which of the contender's outputs, or gradients, a call returns first; more may follow.
     """
 
     compiled: Callable[..., Any]
@@ -109,7 +109,9 @@ def build(
 
         def call(inputs: Any, cotangents: Any) -> Any:
             of_wanted, some = only(function, inputs, problem.wanted)
-            return jax.vjp(of_wanted, *some)[1](cotangents if len(cotangents) > 1 else cotangents[0])
+            out, pull = jax.vjp(of_wanted, *some)
+            # XLA would leave out a product whose result nobody reads.
+            return *pull(cotangents if len(cotangents) > 1 else cotangents[0]), *as_tuple(out)
 
     else:
         made = problem.binding("bwd").outputs
