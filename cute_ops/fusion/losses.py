@@ -17,6 +17,7 @@ from cute_ops.fusion.graph import FLOATS, Graph, Node, Shape
 from cute_ops.fusion.loss_terms import Target, terms_of
 from cute_ops.fusion.match import meaning_of
 from cute_ops.fusion.named import Named, number_of, positive_number, uncast
+from cute_ops.fusion.node import Size
 from cute_ops.fusion.region import VIEWS, Facts, Region, keeps_columns, live_nodes, obstacle, without_ones
 
 _MOST = 40  # nodes of a loss
@@ -175,13 +176,13 @@ def _index_of(graph: Graph, node: Node) -> Node | None:
     if (node.op, node.attr) != ("primitive", "equal"):
         return None
     for index, place in (node.args, node.args[::-1]):
-        held = _holds(place)
+        dtypes = {place.dtype}
         while place.op in ("broadcast", "reshape", "cast") and keeps_columns(place):
             place = place.args[0]
-            held = held and _holds(place)
+            dtypes.add(place.dtype)
         call = graph.named.get(place)
         counts = call is not None and call.op == "iota" and call.attrs["axis"] == len(place.shape) - 1
-        if counts and held and place.shape[-1] == node.shape[-1]:
+        if counts and place.shape[-1] == node.shape[-1] and all(_counts_to(dtype, place.shape[-1]) for dtype in dtypes):
             while index.op == "broadcast" and index.args[0].shape == (*node.shape[:-1], 1):
                 index = index.args[0]
             if index.shape == (*node.shape[:-1], 1):
@@ -189,15 +190,12 @@ def _index_of(graph: Graph, node: Node) -> Node | None:
     return None
 
 
-def _holds(place: Node) -> bool:
-    """Whether an integer dtype holds the places of all columns, so that no two of them are equal."""
-    bits, n = place.dtype.removeprefix("u").removeprefix("int"), place.shape[-1]
-    signed = not place.dtype.startswith("u")
-    return (
-        bits.isdigit()
-        and (isinstance(n, int) or bits in ("32", "64"))
-        and (not isinstance(n, int) or n <= 2 ** (int(bits) - signed))
-    )
+def _counts_to(dtype: str, n: Size) -> bool:
+    """Whether an integer dtype holds the numbers of so many columns, so that no two of them are equal."""
+    bits, signed = dtype.removeprefix("u").removeprefix("int"), not dtype.startswith("u")
+    if not bits.isdigit():
+        return False
+    return n <= 2 ** (int(bits) - signed) if isinstance(n, int) else int(bits) >= 32
 
 
 def _logits_of(node: Node, exact: bool) -> Node | None:

@@ -373,6 +373,14 @@ def test_one_hot_rows_of_more_classes_than_a_dtype_counts() -> None:
     np.testing.assert_allclose(cute_ops_jax.fuse(loss)(HIDDEN, wide), loss(HIDDEN, wide), rtol=1e-5)
 
 
+def test_a_comparison_with_one_number_is_no_one_hot_row() -> None:
+    function = lambda x, t: (jnp.where(x == t[0, 0], x, 0.5) * jnp.sin(x)).sum(-1)  # noqa: E731
+    for label in (TARGET, TARGET.astype("float32")):
+        np.testing.assert_allclose(cute_ops_jax.fuse(function)(LOGITS, label), function(LOGITS, label), rtol=1e-5)
+    whole = lambda x, t: (jnp.where(t[..., None] == jnp.int32(3), x, 0.5) * x).sum(-1)  # noqa: E731
+    np.testing.assert_allclose(cute_ops_jax.fuse(whole)(LOGITS, TARGET), whole(LOGITS, TARGET), rtol=1e-5)
+
+
 def test_an_example_without_a_class_leaves_the_others_as_they_are() -> None:
     target = TARGET.at[0, 1].set(CLASSES)
     loss = lambda h, t: of_optax(h @ WEIGHT.T, t).sum()  # noqa: E731
