@@ -9,14 +9,15 @@ from cute_ops.kernels.lib.row_config import RowConfig
 
 class ReduceConfig(RowConfig):
     """A reduction over each row, and the outputs that need its result: until then rows stay in registers (``one_pass``)
-    or in shared memory (``smem``), or they are read again (``two_pass``).
+    or in shared memory (``smem``), or they are read again (``two_pass``). A softmax of short unaligned rows is an
+    ``expression``.
 
     Attributes:
         segments_per_cta: segments of a row that one CTA takes one after another in two passes. A cluster whose CTAs
             take one each gives the same bits.
     """
 
-    form: Literal["one_pass", "smem", "two_pass"]
+    form: Literal["one_pass", "smem", "two_pass", "expression"]
     segments_per_cta: int = 1
 
 

@@ -158,6 +158,13 @@ def normalised(problem: Problem) -> ReduceConfig:
     return ReduceConfig("smem", *spread, row.align_vectors)
 
 
+def softmax(problem: Problem) -> ReduceConfig:
+    """A :func:`normalised` row; short unaligned ones keep their exponentials, as expressions do."""
+    found = normalised(problem)
+    short = problem.n is not None and _shifted(row := row_of(problem)) and row.vectors <= WARP
+    return replace(found, form="expression") if short else found
+
+
 def _one_pass(row: RowProblem, *, pair: bool = False) -> ReduceConfig:
     share = reduced_row_threads(row, pair=pair)
     threads = max(128 if row.vectors > WARP else 256, share)

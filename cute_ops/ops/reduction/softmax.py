@@ -11,7 +11,8 @@ from cute_ops.declaration.op import Op
 from cute_ops.declaration.shapes import FLOATS
 from cute_ops.declaration.tensor import Tensor
 from cute_ops.ops import docs
-from cute_ops.ops.reduction.config import REDUCE, normalised, reduced_pairs
+from cute_ops.ops.reduction.config import REDUCE, reduced_pairs
+from cute_ops.ops.reduction.config import softmax as config
 
 CASES = (
     Case("one-element", {"m": (1,), "n": 1}),
@@ -91,7 +92,7 @@ def _declare(name: str, kernel: str, references: tuple[Any, Any], formula_bwd: s
     )  # fmt: skip
     return Op(
         name, inputs={"x": ROWS}, outputs={"out": ROWS}, reference=references[0], kernel=where,
-        tuning=Tuning(normalised, space=REDUCE), grad=backward, doc=_DOC.format(x=f"x: {docs.ROWS}", **texts),
+        tuning=Tuning(config, space=REDUCE), grad=backward, doc=_DOC.format(x=f"x: {docs.ROWS}", **texts),
         **common,
     )  # fmt: skip
 
