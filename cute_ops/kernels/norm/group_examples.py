@@ -420,13 +420,14 @@ class GroupExamplesBackward(GroupExamples):
         self, tensors: cutlass.Constexpr, slots: cutlass.Constexpr, place: cutlass.Constexpr,
         numbers: cutlass.Constexpr, pulls: cutlass.Constexpr,
     ):  # fmt: skip
-        (pull, push), (_, rstd, weight, _) = pulls, numbers
+        (_, rstd, weight, _), each = numbers, range(self.vec)
+        pull, push = ([mean[j] * rstd[j] for j in each] for mean in pulls)
+        scale = rstd if const_expr(weight is None) else [rstd[j] * weight[j] for j in each]
         for k in cutlass.range(place.count, unroll=2):
             x, dy = self.read(tensors, slots, place, k)
             rOut = fragment(Float32, self.vec)
             for j in cutlass.range_constexpr(self.vec):
                 normed, slope = self._slope(numbers, x, dy, j)
-                slope = slope if const_expr(weight is None) else slope * weight[j]
-                rOut[j] = rstd[j] * (slope - push[j] - normed * pull[j])
+                rOut[j] = slope * scale[j] - push[j] - normed * pull[j]
             dtype = tensors.dx.element_type
             store(narrow(rOut.load(), dtype, self.vec), self.address(tensors.dx, "dx", place, k))

@@ -290,18 +290,18 @@ class GroupRowsBackward:
     def _write(self, walk: cutlass.Constexpr, target: cutlass.Constexpr, means: cutlass.Constexpr):
         """Write the gradient; ``means``: those of the slope times weight times y, and of the slope times weight."""
         lane, team, first, count, rounds = self._channels(walk)
-        pull, push = means
+        pull, push = (mean * walk.rstd for mean in means)
         for i in cutlass.range(rounds, unroll=1):
             place = i * (self.threads // self.team) + team
             safe = cutlass.min(place, self.most - 1)
             lower, upper = self._bounds(walk, first + place, place < count)
             weight, bias = (None if sW is None else sW[safe] for sW in (walk.weights, walk.biases))
+            scale = walk.rstd if const_expr(weight is None) else walk.rstd * weight
             for e in cutlass.range(lower + lane * self.vec, upper, self.team * self.vec, unroll=2):
                 x, dy = self._read(walk, first + place, e)
                 rOut = fragment(Float32, self.vec)
                 for j in cutlass.range_constexpr(self.vec):
                     normed = (x[j] - walk.mean) * walk.rstd
                     slope = slope_of(dy[j], normed, weight, bias, self.silu)
-                    slope = slope if weight is None else slope * weight
-                    rOut[j] = walk.rstd * (slope - push - normed * pull)
+                    rOut[j] = slope * scale - push - normed * pull
                 store(narrow(rOut.load(), target.dtype, self.vec), target.at(first + place, e))
