@@ -86,6 +86,9 @@ class Product:
     hot: ClassVar[bool] = False
     weight: ClassVar[None] = None
     residual: ClassVar[None] = None
+    program_bytes: ClassVar[int] = (
+        0  # no more calls in a JAX program than L2 asks for: each takes XLA longer to compile
+    )
     directions: ClassVar[tuple[str, ...]] = ("fwd", "both")
 
     results: ClassVar[int] = 1

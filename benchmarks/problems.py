@@ -198,7 +198,7 @@ def set_count(problem: Problem, direction: str, device: torch.device) -> int:
         return 4
     least = problem.bytes(direction)
     l2 = torch.cuda.get_device_properties(device).L2_cache_size
-    fill = min(64, math.ceil(PROGRAM_BYTES / least))
+    fill = min(64, math.ceil(getattr(problem, "program_bytes", PROGRAM_BYTES) / least))
     return min(max(8 if least < SMALL else 4, math.ceil(3 * l2 / least), fill), MAX_SETS)
 
 

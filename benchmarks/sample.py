@@ -79,7 +79,7 @@ HEADS = (1, 8, 12, 32, 40, 64)
 LONGEST = 262144  # elements of a drawn row
 # Modules that processes share with the one that they are forked from: none of them begins to use the GPU.
 SHARED = ("torch", "torch._inductor.compile_fx", "torch._inductor.select_algorithm", "jax", "cute_ops_torch")
-MEASURED = 0.1  # of a run's seconds: the last of them, in which nothing new is compiled
+MEASURED = 0.06  # of a run's seconds: the last of them, in which nothing new is compiled
 GRACE = 10.0  # seconds that a process may take longer
 AGAIN = 5.0  # seconds after which what takes too long is interrupted again: time to clean up
 DTYPES = ("bfloat16", "bfloat16", "bfloat16", "float16", "float32")
