@@ -218,16 +218,10 @@ def flash_attn_with_kvcache(
     if isinstance(cache_seqlens, int):
         cache_seqlens = torch.full(q.shape[:1], cache_seqlens, dtype=torch.int32, device=q.device)
     if k is not None and v is not None:
-        cos = sin = None
-        if rotary_cos is not None and rotary_sin is not None:
-            first = cache_seqlens[:, None]
-            places = first + torch.arange(k.shape[1], device=q.device)
-            cos, sin = rotary_cos[places], rotary_sin[places]
-            local = causal or tuple(window_size) != (-1, -1)
-            places = first + torch.arange(q.shape[1], device=q.device) * int(local)
-            q = cute_ops_torch.rope(q, rotary_cos[places], rotary_sin[places], rotary_interleaved)
+        angles = None if rotary_cos is None or rotary_sin is None else (rotary_cos, rotary_sin, rotary_interleaved)
+        local = causal or tuple(window_size) != (-1, -1)
         slots = _slots(cache_seqlens, k.shape[1], k_cache.shape[1], block_table, cache_batch_idx)
-        cute_ops_torch.append_kv(k_cache, v_cache, k, v, slots, cos, sin, interleaved=rotary_interleaved)
+        q = _append((k_cache, v_cache), (q, k, v), slots, cache_seqlens, angles, local)
         cache_seqlens = cache_seqlens + k.shape[1]
     if cache_leftpad is not None:
         cache_seqlens = cache_seqlens.clamp(max=k_cache.shape[1]) - cache_leftpad
@@ -247,6 +241,29 @@ def flash_attn_with_kvcache(
             softcap=max(softcap, 0.0), **_biased(alibi_slopes),
         )  # fmt: skip
     return (out, lse) if return_softmax_lse else out
+
+
+def _append(
+    caches: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor, Tensor], slots: Tensor, seqlens: Tensor,
+    angles: tuple[Tensor, Tensor, bool] | None, local: bool,
+) -> Tensor:  # fmt: skip
+    """Write new keys and values to slots of caches; returns the queries, rotated as keys are.
+
+    Args:
+        new: queries, keys and values.
+        seqlens: how many keys each sequence has.
+        angles: cosines and sines of positions, and whether pairs are neighbours; or None.
+        local: whether queries have positions of their own, not all that of the first key.
+    """
+    q, k, v = new
+    if angles is None:
+        cute_ops_torch.append_kv(*caches, k, v, slots)
+        return q
+    (cos, sin, interleaved), first = angles, seqlens[:, None]
+    at = first + torch.arange(k.shape[1], device=q.device)
+    cute_ops_torch.append_kv(*caches, k, v, slots, cos[at], sin[at], interleaved=interleaved)
+    at = first + torch.arange(q.shape[1], device=q.device) * int(local)
+    return cute_ops_torch.rope(q, cos[at], sin[at], interleaved)
 
 
 def _check_together(
