@@ -209,8 +209,7 @@ def flash_attn_with_kvcache(
     """
     name = "flash_attn_with_kvcache"
     only(name, num_splits=(num_splits, 0))
-    if block_table is not None and (cache_batch_idx is not None or cache_leftpad is not None):
-        raise ValueError(f"{name}: cache_batch_idx and cache_leftpad are for caches without block_table.")
+    _check_rows(block_table, cache_batch_idx, cache_leftpad)
     _check_scale(softmax_scale)
     _check_together(k, v, rotary_cos, rotary_sin, cache_seqlens)
     if cache_seqlens is None:
@@ -223,12 +222,10 @@ def flash_attn_with_kvcache(
         slots = _slots(cache_seqlens, k.shape[1], k_cache.shape[1], block_table, cache_batch_idx)
         q = _append((k_cache, v_cache), (q, k, v), slots, cache_seqlens, angles, local)
         cache_seqlens = cache_seqlens + k.shape[1]
-    if cache_leftpad is not None:
-        cache_seqlens = cache_seqlens.clamp(max=k_cache.shape[1]) - cache_leftpad
-        block_table = _table_of_slots(k_cache, v_cache, cache_batch_idx, cache_leftpad)
-        k_cache, v_cache = _pool_of_slots(k_cache), _pool_of_slots(v_cache)
-    elif cache_batch_idx is not None:
-        block_table = cache_batch_idx[:, None]  # of pages that are as long as a row
+    if block_table is None:
+        (k_cache, v_cache), cache_seqlens, block_table = _in_pages(
+            (k_cache, v_cache), cache_seqlens, cache_batch_idx, cache_leftpad
+        )
     left, right = window_size
     if q.shape[1] > MOST_QUERIES or not (causal or right == 0 or q.shape[1] == 1):
         out, lse = _attend(
@@ -241,6 +238,25 @@ def flash_attn_with_kvcache(
             softcap=max(softcap, 0.0), **_biased(alibi_slopes),
         )  # fmt: skip
     return (out, lse) if return_softmax_lse else out
+
+
+def _check_rows(block_table: Tensor | None, cache_batch_idx: Tensor | None, cache_leftpad: Tensor | None) -> None:
+    if block_table is not None and (cache_batch_idx is not None or cache_leftpad is not None):
+        raise ValueError(
+            "flash_attn_with_kvcache: cache_batch_idx and cache_leftpad are for caches without block_table."
+        )
+
+
+def _in_pages(
+    caches: tuple[Tensor, Tensor], seqlens: Tensor, cache_batch_idx: Tensor | None, cache_leftpad: Tensor | None
+) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor | None]:
+    """Contiguous caches, how many keys each sequence has, and its pages: None if its row is that with its number."""
+    if cache_leftpad is not None:
+        seqlens = seqlens.clamp(max=caches[0].shape[1]) - cache_leftpad
+        table = _table_of_slots(*caches, cache_batch_idx, cache_leftpad)
+        return (_pool_of_slots(caches[0]), _pool_of_slots(caches[1])), seqlens, table
+    # Pages that are as long as a row.
+    return caches, seqlens, None if cache_batch_idx is None else cache_batch_idx[:, None]
 
 
 def _append(
