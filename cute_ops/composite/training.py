@@ -43,7 +43,7 @@ class Training(Generic[Array]):
             weight: ``T[n h]``.
             target: integers ``[*m s]``.
             bias: ``T[n]``.
-            average: divide by the number of tokens that are not ignored.
+            average: divide by the number of tokens that are not ignored; NaN where there are none, as Liger's.
             ignore_index: the target of tokens that do not count.
             temperature: divides the logits.
 

@@ -320,7 +320,6 @@ def test_what_losses_refuse(adapter: Adapter, call: Any, text: str) -> None:
 ROOT = Path(__file__).parents[2]
 
 
-# Benchmarks of their own, and ops whose sequences no random numbers say.
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_metrics_without_weights(adapter: Adapter, reduction: str) -> None:
     """The shortest calls: all that may be left out is."""
@@ -336,6 +335,7 @@ def test_metrics_without_weights(adapter: Adapter, reduction: str) -> None:
         np.testing.assert_allclose(adapter.numpy(found[0]), wanted, rtol=1e-5)
 
 
+# Benchmarks of their own, and ops whose sequences no random numbers say.
 NOT_IN_THE_GRID = {"linear_cross_entropy_metrics", "causal_conv1d_packed", "causal_conv1d_states"}
 # Ops that are no layers: on the tokens of all sequences, and the step of an optimizer.
 NO_LAYER = {
