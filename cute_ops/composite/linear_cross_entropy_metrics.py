@@ -90,7 +90,7 @@ def _declare_bwd(name: str, outputs: Collection[str]) -> Op:
         name, inputs={**_LAYER, **by_row, **_MORE, "dlse": rows.GIVEN, "dlog_prob": rows.GIVEN},
         outputs=linear.wanted_gradients(outputs), kernel=program,
         sharding=Sharding(contracted=("m",)), narrow=_declare_bwd,
-        doc="""Gradients of :func:`linear_cross_entropy_metrics`, chunk by chunk, from logits that are computed again.""",
+        doc="""Gradients of :func:`linear_cross_entropy_metrics`, chunk by chunk; logits are computed again.""",
         **_COMMON,
     )  # fmt: skip
 
