@@ -29,6 +29,8 @@ class Finish(NamedTuple):
         """Raise ValueError for a value that an option does not take, of the function ``what``."""
         for name, choices in self.options.items():
             value = options[name]
+            if type(value) is str and value in choices:
+                continue
             if not any(value is choice or (type(value) is type(choice) and value == choice) for choice in choices):
                 known = ", ".join(map(repr, choices[:-1])) + f" or {choices[-1]!r}"
                 raise ValueError(f"cute.{what}: option `{name}` is {shown(value)}, expected {known}.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ import cute_ops_torch
 from cute_ops import FLOATS, Case, Op, testing
 from cute_ops.ops import OPS, PARTS
 from cute_ops.ops.norm.layernorm import layernorm
+from cute_ops_torch.host import launch
 from cute_ops_torch.tools import runner
 
 pytestmark = pytest.mark.gpu
@@ -227,6 +229,33 @@ def test_cuda_graph(any_op: Op, make_inputs: Callable[..., Any], warm: bool) -> 
             o.fill_(torch.nan)
         graph.replay()
         assert all(torch.equal(a, b) for a, b in zip(outs, as_tuple(raw(*tensors)), strict=True))
+
+
+@pytest.mark.feature("GPU: CUDA graph capture, also of a first call")
+def test_a_graph_that_a_first_call_collects_cannot_break_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA forbids a capture's thread to destroy another graph, unless it is in the relaxed mode."""
+    x, weight = torch.randn(4, 1096, device="cuda"), torch.randn(1096, device="cuda")
+    old, plan = torch.cuda.CUDAGraph(), launch.prepare
+    with torch.cuda.graph(old):
+        x * 2
+    cycle = [old]
+    cycle.append(cycle)  # type: ignore[arg-type]
+
+    def collecting(*args: Any) -> Any:
+        gc.collect()
+        return plan(*args)
+
+    monkeypatch.setattr(launch, "prepare", collecting)
+    graph = torch.cuda.CUDAGraph()
+    gc.disable()
+    try:
+        del old, cycle
+        with torch.cuda.graph(graph):
+            out = cute_ops_torch.rmsnorm(x, weight)
+    finally:
+        gc.enable()
+    graph.replay()
+    assert torch.equal(out, cute_ops_torch.rmsnorm(x, weight))
 
 
 @pytest.mark.feature("GPU: CUDA graph of a training step")
