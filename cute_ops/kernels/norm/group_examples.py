@@ -19,6 +19,9 @@ from cute_ops.kernels.lib.row_layout import SMEM_PERCENT, row_address, row_count
 from cute_ops.kernels.norm.group_config import GroupConfig
 from cute_ops.kernels.norm.group_sums import ClusterChannels, ClusterNumbers, slope_of
 
+# Parts of a thread's vectors that it waits for one after another.
+BATCHES = 4
+
 
 class Tensors(NamedTuple):
     """The op's tensors, None where absent."""
@@ -77,6 +80,8 @@ class GroupExamples:
         self.depth = self.threads // self.across
         self.span = -(-self.s // self.cluster)
         self.per_thread = -(-self.span // self.depth)
+        self.batches = min(BATCHES, self.per_thread) if self.config.form == "smem" else 1
+        self.batch = -(-self.per_thread // self.batches)
         # Threads that add up a channel, each over a part of the threads that have it.
         self.helpers = max(min(self.threads // self.width, self.depth), 1)
         self.blocks, self.of_block = -(-self.c // self.width), self.width // self.d
@@ -122,17 +127,27 @@ class GroupExamples:
 
     @cute.jit
     def fetch(self, tensors: cutlass.Constexpr, slots: cutlass.Constexpr, place: cutlass.Constexpr):
-        """Start copying this thread's vectors."""
+        """Start copying this thread's vectors, a batch after another."""
         tidx = cute.arch.thread_idx()[0]
-        for sX, name in zip(slots, self.inputs):
-            if const_expr(sX is not None):
-                mX = getattr(tensors, name)
-                dtype = mX.element_type
-                atom = cute.make_copy_atom(cpasync.CopyG2SOp(LoadCacheMode.GLOBAL), dtype, num_bits_per_copy=128)
-                for k in cutlass.range(place.count, unroll=4):
-                    source = gmem_pointer(dtype, self.address(mX, name, place, k), self.vec)
-                    copy_vector(atom, dtype, self.vec, source, sX[None, tidx, k].iterator)
-        cute.arch.cp_async_commit_group()
+        for batch in cutlass.range_constexpr(self.batches):
+            for sX, name in zip(slots, self.inputs):
+                if const_expr(sX is not None):
+                    mX = getattr(tensors, name)
+                    dtype = mX.element_type
+                    atom = cute.make_copy_atom(cpasync.CopyG2SOp(LoadCacheMode.GLOBAL), dtype, num_bits_per_copy=128)
+                    begin, end = self.of_batch(place, batch)
+                    for k in cutlass.range(begin, end, unroll=4):
+                        source = gmem_pointer(dtype, self.address(mX, name, place, k), self.vec)
+                        copy_vector(atom, dtype, self.vec, source, sX[None, tidx, k].iterator)
+            cute.arch.cp_async_commit_group()
+
+    def of_batch(self, place, batch):
+        """The first of a batch's vectors of a thread, and the one after its last."""
+        return Int32(batch * self.batch), cutlass.min(place.count, (batch + 1) * self.batch)
+
+    def arrived(self, batch):
+        """Wait for a batch: what is added up first is so while later ones are on their way."""
+        cute.arch.cp_async_wait_group(self.batches - 1 - batch)
 
     def read(self, tensors, slots, place, k):
         """A thread's k-th vector of each input, in fp32."""
@@ -252,7 +267,6 @@ class GroupExamplesForward(GroupExamples):
         self.fetch(tensors, slots, place)
         weight, bias = (self.columns(mW, place) for mW in (tensors.weight, tensors.bias))
         self.numbers.ready(sums[2])
-        cute.arch.cp_async_wait_group(0)
         zeros = [Float32(0.0)] * self.vec
         mean = self._mean(tensors, slots, sums, (place, start), zeros, 0)
         variance = self._mean(tensors, slots, sums, (place, start), mean, 1)
@@ -277,11 +291,14 @@ class GroupExamplesForward(GroupExamples):
         self, tensors: cutlass.Constexpr, slots: cutlass.Constexpr, place: cutlass.Constexpr, rSum: cute.Tensor,
         mean: cutlass.Constexpr, squares: cutlass.Constexpr,
     ):  # fmt: skip
-        for k in cutlass.range(place.count, unroll=2):
-            (x,) = self.read(tensors, slots, place, k)
-            for j in cutlass.range_constexpr(self.vec):
-                apart = x[j] - mean[j]
-                rSum[j] = rSum[j] + (apart * apart if const_expr(squares) else x[j])
+        for batch in cutlass.range_constexpr(self.batches):
+            self.arrived(batch)
+            begin, end = self.of_batch(place, batch)
+            for k in cutlass.range(begin, end, unroll=2):
+                (x,) = self.read(tensors, slots, place, k)
+                for j in cutlass.range_constexpr(self.vec):
+                    apart = x[j] - mean[j]
+                    rSum[j] = rSum[j] + (apart * apart if const_expr(squares) else x[j])
 
     @cute.jit
     def _write(
@@ -342,7 +359,6 @@ class GroupExamplesBackward(GroupExamples):
         numbers = mean, rstd, weight, bias
         self.numbers.ready(sums[2])
         self.channels.ready(owned)
-        cute.arch.cp_async_wait_group(0)
         found = [fragment(Float32, self.vec, 0.0) for _ in range(2)]
         self._sum(tensors, slots, place, found, numbers)
         for which in cutlass.range_constexpr(2):
@@ -378,12 +394,15 @@ class GroupExamplesBackward(GroupExamples):
         self, tensors: cutlass.Constexpr, slots: cutlass.Constexpr, place: cutlass.Constexpr, found: cutlass.Constexpr,
         numbers: cutlass.Constexpr,
     ):  # fmt: skip
-        for k in cutlass.range(place.count, unroll=2):
-            x, dy = self.read(tensors, slots, place, k)
-            for j in cutlass.range_constexpr(self.vec):
-                normed, slope = self._slope(numbers, x, dy, j)
-                found[0][j] = found[0][j] + slope * normed
-                found[1][j] = found[1][j] + slope
+        for batch in cutlass.range_constexpr(self.batches):
+            self.arrived(batch)
+            begin, end = self.of_batch(place, batch)
+            for k in cutlass.range(begin, end, unroll=2):
+                x, dy = self.read(tensors, slots, place, k)
+                for j in cutlass.range_constexpr(self.vec):
+                    normed, slope = self._slope(numbers, x, dy, j)
+                    found[0][j] = found[0][j] + slope * normed
+                    found[1][j] = found[1][j] + slope
 
     @cute.jit
     def _tell_channels(
