@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from cute_ops import __version__ as __version__
 from cute_ops.errors import no_attribute
 from cute_ops_torch import functions
-from cute_ops_torch.composite.embedding import embedding
-from cute_ops_torch.composite.linear_cross_entropy import linear_cross_entropy
+from cute_ops_torch.composite import dispatched as dispatched  # ops
 from cute_ops_torch.distributed.import_hook import when_imported
 from cute_ops_torch.registry import register
 
@@ -22,11 +21,13 @@ if TYPE_CHECKING:
     from cute_ops_torch.composite.attention import attention as attention
     from cute_ops_torch.composite.attention import decode_attention as decode_attention
     from cute_ops_torch.composite.block import gated_mlp, linear_add_rmsnorm, mlp, qkv_rope, rmsnorm_linear
+    from cute_ops_torch.composite.embedding import embedding
     from cute_ops_torch.composite.flex_attention import flex_attention
     from cute_ops_torch.composite.fused import fused
     from cute_ops_torch.composite.layouts import group_norm, rope_from_positions
     from cute_ops_torch.composite.linear import gated_linear as gated_linear
     from cute_ops_torch.composite.linear import linear
+    from cute_ops_torch.composite.linear_cross_entropy import linear_cross_entropy
     from cute_ops_torch.composite.scaled_dot_product import scaled_dot_product_attention
     from cute_ops_torch.composite.training import (
         linear_distillation_loss,
@@ -69,9 +70,10 @@ __all__ = [
 # Where functions are that no op of torch's needs, and that take time to import.
 _LAZY = {
     "attention": "composite.attention", "decode_attention": "composite.attention",
-    "flex_attention": "composite.flex_attention",
+    "embedding": "composite.embedding", "flex_attention": "composite.flex_attention",
     "fused": "composite.fused", "gated_mlp": "composite.block", "linear_add_rmsnorm": "composite.block",
-    "linear": "composite.linear", "gated_linear": "composite.linear",
+    "linear": "composite.linear", "linear_cross_entropy": "composite.linear_cross_entropy",
+    "gated_linear": "composite.linear",
     "mlp": "composite.block", "qkv_rope": "composite.block", "rmsnorm_linear": "composite.block",
     "patch": "huggingface.patch", "register_attention": "huggingface.attention_function",
     "scaled_dot_product_attention": "composite.scaled_dot_product", "unpatch": "huggingface.patch",

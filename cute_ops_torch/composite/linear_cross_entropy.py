@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any
-
 import torch
 
 from cute_ops.composite import linear_cross_entropy as declared
@@ -16,12 +13,6 @@ from cute_ops_torch.registry import define
 Tensor = torch.Tensor
 _rows = define(declared.linear_cross_entropy_rows).function
 _total = define(declared.linear_cross_entropy_total).function
-_library = torch.library.Library("cute", "FRAGMENT")
-_library.define(
-    "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor target, Tensor? bias=None, int ignore_index=-100, "
-    "float label_smoothing=0.0, float z_loss=0.0, str reduction='mean', ScalarType? accum_dtype=None, "
-    "float softcap=0.0, float logit_scale=1.0) -> Tensor"
-)
 
 
 @checked
@@ -80,15 +71,3 @@ def loss_of_head(
         whole=type(target) is Tensor,
     )  # fmt: skip
     return loss
-
-
-def _by_dispatcher(*given: Any) -> Tensor:
-    return linear_cross_entropy(**dict(zip(_names(), given, strict=False)))
-
-
-@cache
-def _names() -> list[str]:
-    return [argument.name for argument in torch.ops.cute.linear_cross_entropy.default._schema.arguments]
-
-
-_library.impl("linear_cross_entropy", _by_dispatcher, "CompositeImplicitAutograd")
