@@ -23,7 +23,7 @@ def linear_log_probs(
         weight: ``T[n h]``.
         target: integers ``[*m s]``.
         bias: ``T[n]``.
-        average: divide by the number of tokens that are not ignored.
+        average: divide by the number of tokens that are not ignored; NaN where there are none, as Liger's.
         ignore_index: the target of tokens that do not count.
         temperature: divides the logits.
 

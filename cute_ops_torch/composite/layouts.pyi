@@ -38,7 +38,7 @@ def group_norm(
 
     Raises:
         TypeError: a dtype that is not listed.
-        ValueError: fewer than two dims, channels that groups do not divide, no position.
+        ValueError: fewer than two dims, channels that groups do not divide, no channel, no position.
 
     Source: Wu and He, Group Normalization, 2018.
     """
