@@ -144,9 +144,13 @@ def _soft_row(graph: Graph, row: Node, exact: bool, depth: int = 6) -> _SoftRow 
     rounds = exact and node.dtype in ("bfloat16", "float16")
     if not depth or node.op != "primitive" or node.attr not in _OF_NUMBERS or rounds:
         return None
-    found = [each for arg in node.args if (each := _soft_row(graph, arg, exact, depth - 1)) is not None]
+    found: list[_SoftRow] = []
+    for arg in node.args:
+        if (each := _soft_row(graph, arg, exact, depth - 1)) is None:
+            return None
+        found.append(each)
     of_rows = {each.labels for each in found if each.labels is not None}
-    if len(found) < len(node.args) or len(of_rows) != 1:
+    if len(of_rows) != 1:
         return None
     on, off = fold(node.attr, *(each.on for each in found)), fold(node.attr, *(each.off for each in found))
     return None if on is None or off is None else _SoftRow(of_rows.pop(), float(on), float(off))
