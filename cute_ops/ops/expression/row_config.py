@@ -390,9 +390,7 @@ class RowExpression(NamedTuple):
         if per_thread * max(self.sums, 1) > MOST_SUMMED or 2 * slot > room:
             return self._in_passes(problem, TWO_PASS_THREADS, row.align_vectors)
         if narrow and threads == SUMS_THREADS:
-            sm_threads = SUMS_THREADS * min(
-                cluster, 2
-            )  # CTAs that wait for those of their cluster leave room for others
+            sm_threads = SUMS_THREADS * min(cluster, 2)  # one waits for its cluster, the other one computes
         slots = 3 if self._deeper(row, span, cluster - halved, share) and 3 * slot <= room else 2
         resident = max(1, min(room // (slots * slot), sm_threads // threads))
         fits = room // (2 * slot) > resident and threads * (resident + 1) * self.sums <= IDLE_THREADS
