@@ -218,7 +218,7 @@ class KeysBackward:
                         ring_q.consumer_release(before)
                         ring_o.consumer_release(before)
                         before.advance()
-                    running = Boolean(self.stages > 1)
+                    running = Boolean(True)
                     whole = self.tiles.whole(tile, sizes, queries, tile.block)
                     logs = [self.weights.of_lse(*each) for each in lse]
                     weights = rWeights if const_expr(self.of_v) else None
@@ -233,10 +233,6 @@ class KeysBackward:
                             scores[r, c] = scores[r, c] * (cotangents[r, c] - delta[c][0])
                         store_packed(rS, rDs)
                         multiply_weights(mma_dk, rDs, tKrQ, rDk, slot.index)
-                    if const_expr(self.stages == 1):  # the next tile needs this one's place
-                        warpgroup.wait_group(0)
-                        ring_q.consumer_release(slot)
-                        ring_o.consumer_release(slot)
                     slot.advance()
                 head, queries = following(head, queries, first, last)
             # Accumulators are not carried to the next round while instructions add to them.
