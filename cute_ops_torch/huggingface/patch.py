@@ -190,7 +190,7 @@ def _nothing_to_patch(model: nn.Module) -> str:
         return f"cute_ops_torch.patch: {name} is patched already"
     return (
         f"cute_ops_torch.patch: {name} has no module that is known: no norm, gated MLP, "
-        "attention or decoder layer whose forward is that of Hugging Face's Llama or a relative"
+        "attention or decoder layer whose forward computes what an op of ours does"
     )
 
 

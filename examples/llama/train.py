@@ -1,4 +1,4 @@
-"""Train a small decoder six ways and compare: PyTorch eager, torch.compile and jax.jit, each with our ops and its own.
+"""Train a small decoder six ways and compare: PyTorch eager, torch.compile and jax.jit, with cute_ops and without.
 
 All six start from the same weights and see the same bytes. Writes the loss curves as a picture and a table and fails
 when they differ by more than ``TOLERANCE``. On a GPU it then trains a larger model in bfloat16 and prints tokens/s.
@@ -38,9 +38,9 @@ MODES: dict[str, Callable[..., Callable[[np.ndarray], float]]] = {
     "torch.compile": lambda *args, **kwargs: model_torch.make_step(*args, compiled=True, **kwargs),
     "jax.jit": model_jax.make_step,
 }
-OPS = ("own", "our")
+OPS = {"own": "its own functions", "our": "cute_ops"}  # what a mode runs on, and how that is called
 WITHOUT_GPU = (
-    "No GPU here: our ops run as their references, which are written in the framework's own functions. The losses say "
+    "No GPU here: cute_ops runs as its references, which are written in the framework's own functions. The losses say "
     "whether the maths is right; tokens/s say nothing about our kernels. On a GPU the same program runs the kernels, "
     "and then trains a larger model in bfloat16 to compare speed."
 )
@@ -52,12 +52,12 @@ def train(config: Config, steps: int, console: Console, dtype: str = "float32") 
     text = load_bytes()
     curves: Curves = {}
     seconds: dict[tuple[str, str], list[float]] = {}
-    columns = TextColumn("{task.description:<24}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    columns = TextColumn("{task.description:<32}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     columns += (TextColumn("loss {task.fields[loss]:.4f}"),)
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         for mode, make_step in MODES.items():
             for ops in OPS:
-                task = progress.add_task(f"{mode}, {ops} ops", total=steps, loss=float("nan"))
+                task = progress.add_task(f"{mode}, {OPS[ops]}", total=steps, loss=float("nan"))
                 step = make_step(config, ops, dtype=dtype)
                 losses, times = curves.setdefault((mode, ops), []), seconds.setdefault((mode, ops), [])
                 for _, batch in zip(range(steps), batches(text, config.batch, config.seqlen), strict=False):
@@ -66,7 +66,9 @@ def train(config: Config, steps: int, console: Console, dtype: str = "float32") 
                     times.append(time.perf_counter() - start)
                     progress.update(task, advance=1, loss=losses[-1])
                 if losses and progress.disable:  # a pipe or a file gets a line for each
-                    console.print(f"{mode}, {ops} ops: loss {losses[-1]:.4f} after {sum(times):.0f} s", highlight=False)
+                    console.print(
+                        f"{mode}, {OPS[ops]}: loss {losses[-1]:.4f} after {sum(times):.0f} s", highlight=False
+                    )
                 del step
                 torch.cuda.empty_cache()
     return curves, seconds
@@ -74,9 +76,9 @@ def train(config: Config, steps: int, console: Console, dtype: str = "float32") 
 
 def differences(curves: Curves) -> dict[str, float]:
     """The largest distances: of our ops from the framework's own, per mode, and of all curves from the first."""
-    found = {f"{mode}: ours - own": distance(curves[mode, "our"], curves[mode, "own"]) for mode in MODES}
+    found = {f"{mode}: cute_ops - its own": distance(curves[mode, "our"], curves[mode, "own"]) for mode in MODES}
     first = next(iter(curves.values()))
-    found["all - torch eager, own ops"] = max(distance(curve, first) for curve in curves.values())
+    found["all - torch eager, its own"] = max(distance(curve, first) for curve in curves.values())
     return found
 
 
@@ -88,7 +90,7 @@ def distance(a: list[float], b: list[float]) -> float:
 def write_table(curves: Curves, path: Path) -> None:
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["step", *(f"{mode}, {ops} ops" for mode, ops in curves)])
+        writer.writerow(["step", *(f"{mode}, {OPS[ops]}" for mode, ops in curves)])
         writer.writerows([i, *(f"{v:.7f}" for v in row)] for i, row in enumerate(zip(*curves.values(), strict=True)))
 
 
@@ -98,11 +100,11 @@ def write_picture(curves: Curves, path: Path) -> None:
     styles = {"own": {"linewidth": 4, "alpha": 0.3}, "our": {"linewidth": 1.2}}
     for color, mode in enumerate(MODES):
         for ops in OPS:
-            top.plot(curves[mode, ops], color=f"C{color}", label=f"{mode}, {ops} ops", **styles[ops])
+            top.plot(curves[mode, ops], color=f"C{color}", label=f"{mode}, {OPS[ops]}", **styles[ops])
         bottom.plot(np.abs(np.subtract(curves[mode, "our"], curves[mode, "own"])), color=f"C{color}", label=mode)
     bottom.axhline(TOLERANCE, color="black", linestyle=":", label="tolerance")
     top.set(ylabel="loss, nats per byte", title="One decoder, six ways to train it")
-    bottom.set(ylabel="|ours - own|", xlabel="step")
+    bottom.set(ylabel="|cute_ops - its own|", xlabel="step")
     bottom.set_yscale("symlog", linthresh=1e-7)
     top.legend(fontsize=8)
     bottom.legend(fontsize=8)
@@ -110,10 +112,10 @@ def write_picture(curves: Curves, path: Path) -> None:
 
 
 def print_summary(curves: Curves, seconds: dict, config: Config, console: Console) -> None:
-    table = Table("run", "ops", "first loss", "last loss", "tokens/s", title="training")
+    table = Table("run", "with", "first loss", "last loss", "tokens/s", title="training")
     for (mode, ops), losses in curves.items():
         rate = config.tokens / statistics.median(seconds[mode, ops])
-        table.add_row(mode, ops, f"{losses[0]:.4f}", f"{losses[-1]:.4f}", f"{rate:,.0f}")
+        table.add_row(mode, OPS[ops], f"{losses[0]:.4f}", f"{losses[-1]:.4f}", f"{rate:,.0f}")
     console.print(table)
 
 

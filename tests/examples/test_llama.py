@@ -67,8 +67,8 @@ def test_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     np.testing.assert_allclose(losses[0], np.log(256), rtol=0.1)  # untrained: nearly uniform over bytes
     said = " ".join(capsys.readouterr().out.split())
     assert "The curves agree." in said and "4/4" not in said  # a bar's last state
-    assert "jax.jit, our ops: loss " in said
-    assert ("No GPU here: our ops run as their references" in said) == (not torch.cuda.is_available())
+    assert "jax.jit, cute_ops: loss " in said
+    assert ("No GPU here: cute_ops runs as its references" in said) == (not torch.cuda.is_available())
 
 
 @pytest.fixture(scope="module")
