@@ -9,15 +9,17 @@ AOTAutograd makes without them. More of them than the suite runs: ``python -m te
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from cute_ops_torch import inductor
+from cute_ops_torch.inductor import fusion_choice
 from tests.drawing import check_seeds
 from tests.torch.drawn_programs import STEPS, H, N, enabled, only_the_pass, with_graphs_after_autograd
 
@@ -287,6 +289,7 @@ class DrawnGraph:
         autocast, checkpointed: whether all of it runs under autocast, and is computed again in its backward.
         exact, dynamic: options of the pass and of Dynamo.
         after: whether AOTAutograd traces it, too, and the pass after it rewrites what that makes.
+        timed: whether that is in max-autotune, where a stub says which form of each part is the faster one.
         sizes: of the batches that it is called with.
     """
 
@@ -308,6 +311,7 @@ class DrawnGraph:
         self.trained = [rng.random() < 0.85 for _ in range(5)]
         self.trained[rng.randrange(5)] = True
         self.sizes = [(2, 3), (5, 3), (3, 7)] if self.dynamic else [(2, 3)]
+        self.timed = self.after and rng.random() < 0.5
 
     def body(self, x: Tensor, y: Tensor, rows: Tensor, column: Tensor, matrices: Tensor, state: Tensor) -> Any:
         pool = [x, y]
@@ -360,7 +364,7 @@ class DrawnGraph:
         return self.rounds and not {*JUMPS, *RANDOM}.isdisjoint(self.steps)
 
     def __repr__(self) -> str:
-        options = ("autocast", "checkpointed", "exact", "dynamic", "views", "after")
+        options = ("autocast", "checkpointed", "exact", "dynamic", "views", "after", "timed")
         how = [name for name in options if getattr(self, name)]
         return f"graph {self.seed} of {self.dtype} ({', '.join(how) or 'plain'}): {', '.join(self.steps)}"
 
@@ -401,12 +405,22 @@ def check(seed: int) -> None:
 
 def _compiled(drawn: DrawnGraph, backend: Any) -> list[Tensor]:
     torch._dynamo.reset()
-    with enabled(exact=drawn.exact):
+    with enabled(exact=drawn.exact), _timed(drawn.seed) if drawn.timed else nullcontext():
         run = torch.compile(drawn.__call__, backend=backend, fullgraph=True, dynamic=drawn.dynamic or None)
         found = drawn.results(run)
         graphs = [entry for entry in inductor.report() if entry.what == "a graph"]
     assert not graphs, f"{drawn}: {graphs}"
     return found
+
+
+@contextmanager
+def _timed(seed: int) -> Iterator[None]:
+    """In max-autotune, with times that a seed draws."""
+    rng = random.Random(seed)
+    with pytest.MonkeyPatch.context() as patch, torch._inductor.config.patch(max_autotune=True):
+        patch.setattr(fusion_choice, "DEVICES", {"cuda", "cpu"})
+        patch.setattr(fusion_choice, "compared", lambda ours, theirs: (rng.random(), rng.random()))
+        yield
 
 
 def _off(got: Tensor, want: Tensor) -> float:
