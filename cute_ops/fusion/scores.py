@@ -149,7 +149,7 @@ class Masks:
         """
         expression = self.found.expression
         allowed, inner = self._without_masks(expression, z)
-        if allowed is not None and (sides := _band(allowed, *sizes)) is not None:
+        if allowed is not None and (sides := band(allowed, *sizes)) is not None:
             scores, z = Scores(left=sides[0], right=sides[1]), inner
         else:
             scores = Scores()
@@ -231,7 +231,7 @@ def _is_hidden(expression: Expression, i: int) -> bool:
     return number is not None and not isinstance(number, bool) and number <= _HIDDEN
 
 
-def _band(allowed: np.ndarray[Any, Any], queries: int, keys: int) -> tuple[int, int] | None:
+def band(allowed: np.ndarray[Any, Any], queries: int, keys: int) -> tuple[int, int] | None:
     """How many keys before and after its own each query attends to, -1 for all of them; None if that is no band, or a
     query may attend to nothing.
     """

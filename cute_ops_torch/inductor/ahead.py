@@ -16,6 +16,7 @@ import torch
 from torch._functorch import config as functorch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
+from torch.overrides import TorchFunctionMode
 
 from cute_ops import env
 from cute_ops.autotune import dispatch
@@ -51,7 +52,8 @@ def compile_ahead(op: Op, node: Node) -> None:
             return
         _seen.add(key)
         # Programs ask for addresses, and those of fake tensors are multiples of all that matters: 0.
-        with functorch.patch(fake_tensor_allow_unsafe_data_ptr_access=True), FakeTensorMode(), torch.no_grad():
+        addresses = functorch.patch(fake_tensor_allow_unsafe_data_ptr_access=True)
+        with addresses, FakeTensorMode(), torch.no_grad(), _WiderProducts():
             fake = [None if p is None else torch.empty_strided(*p[:2], dtype=p[2], device=device) for p in places]
             wanted = kernels(op, fake, attrs, target.of_device(device.index or 0))
     except Exception as error:  # whatever it is, the call itself says so
@@ -95,6 +97,18 @@ def kernels(op: Op, tensors: Tensors, attrs: Sequence[Any], arch: Target) -> lis
 
     note(op, tensors, attrs)
     return [*found.values()]
+
+
+class _WiderProducts(TorchFunctionMode):
+    """Products of 16 bits with results in float32, of which fake tensors do not know what they return (torch 2.11)."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = dict(kwargs or {})
+        dtype = given.pop("out_dtype", None)
+        if dtype is None:
+            return function(*args, **given)
+        out = given.pop("out", None)
+        return function(*args, **given).to(dtype) if out is None else out
 
 
 def _is_one_product(program: Program, binding: Binding) -> bool:

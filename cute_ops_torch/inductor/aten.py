@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import operator
 from collections import defaultdict
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -149,8 +150,9 @@ class AtenEmitter(Emitter):
         if sum(isinstance(size, str) for size in after) < 2:
             return super()._reshaped(array, before, after)
         known = {
-            str(size.node.expr): node for node in self.graph.nodes if isinstance(size := example(node), torch.SymInt)
-        }
+            str(size.node.expr): node for node in takewhile(lambda node: node is not self.before, self.graph.nodes)
+            if isinstance(size := example(node), torch.SymInt)
+        }  # fmt: skip
         sizes = [known.get(size, -1) if isinstance(size, str) else size for size in after]
         if sizes.count(-1) > 1:
             raise Refused("a reshape to several sizes that are not known")
@@ -163,7 +165,12 @@ class AtenEmitter(Emitter):
         if name == "contiguous":
             return self.function(_aten.clone.default, x, memory_format=torch.contiguous_format)
         if name == "expand_as":
-            return self.function(_aten.expand.default, x, list(example(rest[0]).shape))
+            # Sizes that are not known are nodes: a graph has no other names for them.
+            sizes = [
+                size if isinstance(size, int) else self.function(_aten.sym_size.int, rest[0], dim)
+                for dim, size in enumerate(example(rest[0]).shape)
+            ]
+            return self.function(_aten.expand.default, x, sizes)
         return self.function(getattr(_aten, name).default, x, list(rest[0]))
 
     def function(self, target: Any, *args: Any, **kwargs: Any) -> Node:

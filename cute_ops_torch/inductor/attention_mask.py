@@ -2,7 +2,8 @@
 
 Hugging Face's models compute a causal mask whenever they are compiled, and any mask keeps
 ``scaled_dot_product_attention`` from its flash kernel. A mask is removed only if its values, computed here with the
-graph's own nodes, are exactly those of ``is_causal=True``, or mask nothing.
+graph's own nodes, are exactly those of ``is_causal=True``, or mask nothing. Of a window the call keeps in mind which it
+is, for our attention, which takes windows.
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import _disable_current_modes
 
+from cute_ops.fusion.scores import band
 from cute_ops_torch.inductor.fx import calls, changed, value_of
 
+ALL, CAUSAL = (-1, -1), (-1, 0)
+_KNOWN, _SIDES = "cute_ops_mask", "cute_ops_sides"  # in the meta of a mask, and of a call
 MOST = 2**30  # bytes of a mask, or of a tensor that it is computed from
 
 # Functions that give the same values at every call, on any device.
@@ -41,25 +45,27 @@ def replace_mask(graph: Graph, node: Any) -> bool:
         return False
     if mask.dtype != torch.bool or mask.ndim < 2 or mask.shape[-2:] != (query.shape[-2], key.shape[-2]):
         return False
-    kind = _kind(graph, given["attn_mask"], node)
-    if kind is None:
+    sides = sides_of(graph, given["attn_mask"], node)
+    node.meta[_SIDES] = sides
+    if sides not in (ALL, CAUSAL) or (sides == CAUSAL and query.shape[-2] != key.shape[-2]):
         return False
-    given = {**given, "attn_mask": None, "is_causal": kind == "causal"}
+    given = {**given, "attn_mask": None, "is_causal": sides == CAUSAL}
     node.args, node.kwargs = (given.pop("query"), given.pop("key"), given.pop("value")), given
     return True
 
 
-def _kind(graph: Graph, mask: Node, until: Node) -> str | None:
-    """Whether a mask is ``causal`` or allows ``all``; None if neither or unknown."""
+def sides_of(graph: Graph, mask: Node, until: Node) -> tuple[int, int] | None:
+    """How many keys before and after its own, counted from the last ones, each query of a call attends to by its mask,
+    -1 for all; None if the mask is no such band, or is not known.
+    """
+    if _SIDES in until.meta:  # since when the mask's nodes may have been replaced
+        return until.meta[_SIDES]  # type: ignore[no-any-return]
     nodes = _makers(graph, mask)
     if nodes is None or changed(graph, nodes[0], until):
         return None
     if _KNOWN not in mask.meta:
         mask.meta[_KNOWN] = _look(nodes)
     return mask.meta[_KNOWN]  # type: ignore[no-any-return]
-
-
-_KNOWN = "cute_ops_mask"
 
 
 def _makers(graph: Graph, mask: Node) -> list[Node] | None:
@@ -85,14 +91,14 @@ def known_value(graph: Graph, node: Node) -> torch.Tensor | None:
     return None if nodes is None or changed(graph, nodes[0], node) else _computed(nodes)
 
 
-def _look(nodes: list[Node]) -> str | None:
-    """Compare a mask, computed on the CPU."""
+def _look(nodes: list[Node]) -> tuple[int, int] | None:
+    """The sides of a mask, computed on the CPU."""
     mask = _computed(nodes)
     if mask.all():
-        return "all"
+        return ALL
     rows, columns = mask.shape[-2:]
-    causal = torch.ones(rows, columns, dtype=torch.bool).tril()
-    return "causal" if rows == columns and bool((mask == causal).all()) else None
+    first = mask[(0,) * (mask.ndim - 2)]
+    return band(first.numpy(), rows, columns) if bool((mask == first).all()) else None
 
 
 def _computed(nodes: list[Node]) -> torch.Tensor:

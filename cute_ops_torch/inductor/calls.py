@@ -18,6 +18,7 @@ from cute_ops.composite import embedding as embeddings
 from cute_ops.declaration.shapes import FLOATS
 from cute_ops.ops.attention.attention import attention
 from cute_ops_torch.composite.scaled_dot_product import computes, fits
+from cute_ops_torch.inductor.attention_mask import ALL, CAUSAL, sides_of
 from cute_ops_torch.inductor.emit import Emitter, Refused
 from cute_ops_torch.inductor.fx import calls, value_of
 from cute_ops_torch.inductor.rewrite import is_read_alike, lies_alike
@@ -56,7 +57,9 @@ def _embedding(graph: Graph, node: Node) -> bool:
 
 
 def _attention(graph: Graph, node: Node) -> bool:
-    """Attention without a mask and dropout, of at least two queries that are as many as keys where it is causal."""
+    """Attention without dropout, of at least two queries that are as many as keys where it is causal; a mask is one
+    that is known to be a window.
+    """
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
     given: dict[str, Any] = {"dropout_p": 0.0, "is_causal": False, **dict(zip(names, node.args, strict=False))}
     given |= node.kwargs
@@ -68,23 +71,36 @@ def _attention(graph: Graph, node: Node) -> bool:
     grouped = given.get("enable_gqa") or value_of(given["key"]) is not k or q.shape[1] == k.shape[1]
     if not grouped or k.shape[1] != v.shape[1]:
         return False
+    sides = CAUSAL if causal else ALL
+    if (mask := given.get("attn_mask")) is not None:
+        known = sides_of(graph, mask, node) if _is_mask(mask, q, k) and not causal else None
+        if known is None:
+            return False
+        sides = known
     scale = 0.0 if scale is None or scale == q.shape[-1] ** -0.5 else scale
     emitter = Emitter(graph, node, lambda value: None)
 
     def call() -> Node:
         turned = [emitter.method("transpose", each, 1, 2) for each in nodes]
         fixed = torch.are_deterministic_algorithms_enabled()  # Dynamo guards it
-        whole = emitter.function(_lowered(attention), *turned, None, scale, causal, -1, -1, 0.0, fixed)
+        limits = (sides[1] == 0, sides[0], -1 if sides[1] == 0 else sides[1])
+        whole = emitter.function(_lowered(attention), *turned, None, scale, *limits, 0.0, fixed)
         return emitter.method("transpose", emitter.function(operator.getitem, whole, 0), 1, 2)
 
     return _put(node, emitter, call)
 
 
 def _has_known_options(given: Mapping[str, Any]) -> bool:
-    """Whether a call of torch's attention has no mask and no dropout, and its options are constants."""
-    scale, without = given.get("scale"), given.get("attn_mask") is None and given["dropout_p"] == 0
+    """Whether a call of torch's attention has no dropout, and its options are constants."""
+    scale = given.get("scale")
     known = scale is None or (isinstance(scale, float) and scale > 0)
-    return without and known and isinstance(given["is_causal"], bool)
+    return given["dropout_p"] == 0 and known and isinstance(given["is_causal"], bool)
+
+
+def _is_mask(mask: Any, q: torch.Tensor, k: torch.Tensor) -> bool:
+    """Whether a mask says which of the keys a query attends to."""
+    made = value_of(mask)
+    return made is not None and made.dtype == torch.bool and made.shape[-2:] == (q.shape[-2], k.shape[-2])
 
 
 def _may_attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> bool:

@@ -22,7 +22,7 @@ from cute_ops_torch.inductor.rewrite import Part, Rewritten
 # What computes nothing, or is named where it matters.
 _SILENT = (MODE, "what is written in place", "getitem")
 _WHY = {
-    "scaled_dot_product_attention": "ours takes 16 bits, no dropout and no mask but is_causal, on a GPU",
+    "scaled_dot_product_attention": "ours takes 16 bits, no dropout and no mask but a window of known sizes, on a GPU",
     "embedding": "its table is not trained, or has options that ours lacks",
     **dict.fromkeys(("dropout", "native_dropout"), "it draws random numbers, in the order of the program"),
 }

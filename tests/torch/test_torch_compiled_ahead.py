@@ -67,6 +67,28 @@ def test_the_kernels_of_a_composites_steps(started: list[str]) -> None:
     assert started == ["mlp_up_bias"]  # the other product is the framework's
 
 
+def test_the_kernels_of_a_loss_and_its_head(caplog: pytest.LogCaptureFixture) -> None:
+    op = {made.op.name: made.op for made in registry._registered.values()}["linear_cross_entropy_step"]
+    with caplog.at_level("DEBUG"), FakeTensorMode(), torch.no_grad():
+        hidden, weight = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((M, K), (N, K)))
+        given = [hidden, weight, torch.empty(M, dtype=torch.int64), None, None]
+        attrs = [*{**op.keywords, "chunk_rows": M // 4}.values()]
+        assert [variant.op for variant in ahead.kernels(op, given, attrs, H200)] == ["cross_entropy_step"]
+    assert "cannot be foreseen" not in caplog.text
+
+
+def test_products_that_are_wider_than_their_operands(caplog: pytest.LogCaptureFixture) -> None:
+    """On a GPU sums of gradients in float32 are such, of which torch 2.11 logged that fake tensors raised TypeError."""
+    wide: Any = {"out_dtype": torch.float32}
+    with FakeTensorMode(), torch.no_grad(), ahead._WiderProducts():
+        a, b = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((M, K), (K, N)))
+        total = torch.empty(M, N)
+        assert torch.addmm(total, a, b, out=total, **wide) is total
+        made = torch.mm(a, b, **wide)
+        assert (made.shape, made.dtype) == ((M, N), torch.float32)
+    assert caplog.text == ""
+
+
 def test_what_waits_for_the_call(started: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     ((op, node),) = nodes_of(norm, (M, K), (K,))
     for name in ("TUNE", "BUNDLE", "RECORD"):  # another kernel may run, or all are there

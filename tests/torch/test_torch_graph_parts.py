@@ -476,6 +476,48 @@ def test_attention_sums_in_a_fixed_order_where_torch_is_told_to(fixed: bool) -> 
     assert found == [fixed]
 
 
+def masked(allowed: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+    """Attention whose mask says which keys, by their places, a query attends to, as Hugging Face's models make it."""
+
+    def function(x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor) -> Tensor:
+        q, k, v = (F.linear(x, w).view(*x.shape[:-1], -1, 16).transpose(1, 2) for w in (wq, wk, wv))
+        places = torch.arange(x.shape[1])
+        mask = allowed(places[None, None, :, None], places[None, None, None, :]).expand(x.shape[0], -1, -1, -1)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
+
+    return function
+
+
+WINDOWS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], tuple[bool, int, int] | None]] = {
+    "before": (lambda i, j: (j <= i) & (j > i - 3), (True, 2, -1)),
+    "around": (lambda i, j: (j - i < 2) & (i - j < 4), (False, 3, 1)),
+    "behind": (lambda i, j: (j >= i) & (j < i + 2), (False, 0, 1)),
+    "all before": (lambda i, j: j - i <= 2, (False, -1, 2)),
+    "with a first key": (lambda i, j: (j <= i) & ((j > i - 2) | (j == 0)), None),
+    "blocks": (lambda i, j: i // 2 == j // 2, None),
+    "of one query less": (lambda i, j: (j < i) & (j > i - 3), None),
+}  # fmt: skip
+
+
+@pytest.mark.drawn(0.6)
+@pytest.mark.parametrize("name", WINDOWS)
+def test_windows(name: str) -> None:
+    """A mask that follows from sizes and is a window becomes its limits; others stay."""
+    (allowed, limits), half = WINDOWS[name], torch.bfloat16
+    given = [made(B, 8, K, seed=0, dtype=half), *(made(64, K, seed=1 + i, dtype=half) for i in range(3))]
+    if limits is None:
+        torch.compile(masked(allowed), backend=only_the_pass, fullgraph=True)(*given)
+        assert "attention" not in inductor.replaced
+        return
+    found: list[Any] = []
+    torch.compile(masked(allowed), backend=_looking_at(lambda node: found.append(node.args[5:8])))(*given)
+    assert found == [limits]
+    replaced = dict(inductor.replaced)  # and parts of the mask, which nothing reads
+    torch._dynamo.reset()
+    inductor.replaced.clear()
+    compare(masked(allowed), *given, found=replaced)
+
+
 def _looking_at(look: Callable[[Any], Any]) -> Any:
     def backend(module: Any, inputs: Any) -> Any:
         made = only_the_pass(module, inputs)
