@@ -266,14 +266,8 @@ class Contender(Worker):
         if self._process.poll() is None:
             print(line, file=self._process.stdin, flush=True)
 
-    def ready_by(self, end: float) -> bool:
-        """Waits until it has done what it was told; it is ended where that takes beyond a time of the clock."""
-        late = threading.Timer(max(0.0, min(end - time.monotonic(), threading.TIMEOUT_MAX)), self._process.kill)
-        late.start()
-        try:
-            return self.ready()
-        finally:
-            late.cancel()
+    def kill(self) -> None:
+        self._process.kill()
 
     def row(self, name: str) -> dict[str, Any]:
         """Its row of a model, the last that it was told of."""
@@ -291,13 +285,20 @@ class Contender(Worker):
 
 
 def warm_up(contenders: Mapping[str, list[Contender]], end: float) -> None:
-    """Builds models and takes their first steps, in all processes at the same time, until a time of the clock."""
+    """Builds models and takes their first steps, in all processes at the same time; those that are not ready at a time
+    of the clock are ended.
+    """
+    waiting = {}
     for name, several in contenders.items():
         for each in several:
             each.tell(name)
-    for several in contenders.values():
-        for each in several:
-            each.ready_by(end)
+            waiting[each] = threading.Thread(target=each.ready)
+            waiting[each].start()
+    for each, thread in waiting.items():
+        thread.join(max(0.0, min(end - time.monotonic(), threading.TIMEOUT_MAX)))
+        if thread.is_alive():
+            each.kill()
+            thread.join()
 
 
 def measure(name: str, contenders: list[Contender], steps: int, rounds: int) -> list[dict[str, Any]]:

@@ -171,6 +171,8 @@ class _HeadFinder:
         self._last = ""
 
     def __call__(self, model: Any) -> str:
+        if torch.compiler.is_compiling():  # a graph would be guarded by the last path, and compiled again
+            return _head_of(model)
         head, found = model.get_output_embeddings(), model
         for name in self._last.split("."):
             found = getattr(found, name, None)

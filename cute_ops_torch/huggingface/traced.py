@@ -72,7 +72,7 @@ def learn(norm: nn.Module, module: nn.Module, number: int) -> None:
 
 def _note_reader(context: Any) -> None:
     norm, module = (_module(context, name) for name in ("norm", "module"))
-    number = context.get_local("number").as_python_constant()
+    number = _number(context, "number")
     if norm is not None and module is not None and number not in vars(module).get(READERS, {}):
         _found.append((module, number, norm))
 
@@ -81,6 +81,14 @@ def _module(context: Any, name: str) -> Any:
     variable = context.get_local(name)._i_will_not_complain_if_bc_breaks_VariableTracker()
     variable = variable.realize() if hasattr(variable, "realize") else variable
     return getattr(variable, "value", None)
+
+
+def _number(context: Any, name: str) -> int:
+    """A whole number, also one that a second trace takes for a symbol, since it was another one in the first."""
+    variable = context.get_local(name)._i_will_not_complain_if_bc_breaks_VariableTracker()
+    variable = variable.realize() if hasattr(variable, "realize") else variable
+    found = variable.as_python_constant() if variable.is_python_constant() else variable.evaluate_expr()
+    return int(found)
 
 
 def settle() -> None:

@@ -330,3 +330,21 @@ def test_the_loss_that_balances_experts(family: str, padded: bool) -> None:
         torch.testing.assert_close(ours[name], slope, rtol=1e-4, atol=1e-5)
     cute_ops_torch.unpatch(model)
     assert cute_ops_torch.patch(model, without=["expert_balance"]).count(("", "expert_balance")) == 0
+
+
+def test_a_second_step_is_not_compiled_again() -> None:
+    """Where the model's own ``forward`` computes the loss of its head's logits, whose place was looked for once."""
+    torch._dynamo.reset()
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = transformers.BertForMaskedLM(transformers.BertConfig(**sizes, vocab_size=61)).train()
+    cute_ops_torch.patch(model)
+    graphs, tokens = [], torch.randint(3, 61, (2, 9))
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    run = torch.compile(model, backend=backend)
+    for _ in range(3):
+        run(input_ids=tokens, labels=tokens).loss.backward()
+    assert len(graphs) == 1
