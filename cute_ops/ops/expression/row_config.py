@@ -391,6 +391,8 @@ class RowExpression(NamedTuple):
             return self._in_passes(problem, TWO_PASS_THREADS, row.align_vectors)
         if narrow and threads == SUMS_THREADS:
             sm_threads = SUMS_THREADS * min(cluster, 2)  # one waits for its cluster, the other one computes
+        if cluster == 2 and not self.depth:
+            sm_threads = max(sm_threads, 2 * threads)
         slots = 3 if self._deeper(row, span, cluster - halved, share) and 3 * slot <= room else 2
         resident = max(1, min(room // (slots * slot), sm_threads // threads))
         fits = room // (2 * slot) > resident and threads * (resident + 1) * self.sums <= IDLE_THREADS
@@ -417,9 +419,9 @@ class RowExpression(NamedTuple):
         return bool(self.sums == 2 and self.depth and span > WARP)
 
     def _short_sums(self, row: RowProblem, span: int) -> bool:
-        """Whether row vectors of sums are taken of unaligned rows of a few vectors."""
+        """Whether sums over rows are taken of unaligned ones of a few vectors."""
         least, most = (SHORTEST_ROW, SHORT_SUMS[-1][0]) if self.depth else FEW_SUMS
-        return bool(self.sums and not row.aligned and least < span <= most)
+        return bool((self.sums or not self.depth) and not row.aligned and least < span <= most)
 
     def _idle(self, row: RowProblem, running: int) -> bool:
         """Whether a fifth of so many clusters would do nothing: those of unaligned rows are as many as these start at

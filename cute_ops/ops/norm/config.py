@@ -70,8 +70,8 @@ EVEN_SPAN, UNEVEN_SPAN = 512, 1024
 # Threads of an SM that hold long rows in registers; fewer where each needs registers for more than its vectors.
 REGISTER_SM_THREADS, REGISTER_SM_THREADS_WIDE = 1536, 1024
 # Threads of an unaligned row of up to a warp's vectors that a layer norm's persistent CTA takes: 412935 x 201 with
-# float32 parameters takes 107 us in place of 274.
-SHORT_CENTRED_THREADS = 8
+# float32 parameters takes 107 us in place of 274. Rows of up to SHORT_CENTRED_ROW vectors take longer so.
+SHORT_CENTRED_THREADS, SHORT_CENTRED_ROW = 8, 12
 # Vectors of a row whose weight and bias the registers of one persistent CTA hold.
 PERSISTENT_VECTORS = 3200
 # Longer rows whose weight and bias take more than 16 bytes beside a vector: a cluster reads these once, not from L2 for
@@ -99,7 +99,7 @@ def forward(problem: Problem, centred: bool = False) -> NormConfig:
         if found:
             return found
     if row.vectors <= CTA_VECTORS:
-        several = row.vectors > (WARP if row.aligned or "residual" in problem.dtypes else SHORTEST_ROW)
+        several = row.vectors > (WARP if row.aligned or "residual" in problem.dtypes else SHORT_CENTRED_ROW)
         return _centred_row(problem, row) if centred and several else _row(problem, row, centred)
     return _long_row(problem, row, centred)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 from cute_ops.declaration.array_api import cast, divide, widen
 from cute_ops.declaration.attributes import OneOf
@@ -35,14 +35,13 @@ def reference(xp: Any, x: Any, scale: Any, *, out_dtype: str) -> Any:
 
 
 def _config(problem: Problem) -> MapConfig:
-    """One vector per thread; a row is cut into as few CTAs as hold it. Compact rows that start anywhere are one."""
+    """Compact rows are one. Of others a thread takes one vector; a row is cut into as few CTAs as hold it."""
     if problem.n is None:
         return MapConfig("elements", 256)
     row = row_of(problem, ("x",))
     segments = -(-row.touched // CTA_VECTORS)
     share = threads_for(-(-row.touched // segments), 1)
-    form: Literal["segments", "flat"] = "segments" if row.aligned else "flat"
-    return MapConfig(form, max(128, share), share, align_vectors=row.align_vectors, segments=segments)
+    return MapConfig("flat", max(128, share), share, align_vectors=row.align_vectors, segments=segments)
 
 
 def _arrange(xp: Any, arrays: Mapping[str, Any]) -> None:

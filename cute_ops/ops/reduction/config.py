@@ -50,7 +50,7 @@ TWO_PASS_CTAS, FEW_TWO_PASS_CTAS = 4, 5
 PLACED_PER_THREAD, PLACED_THREADS, PLACED_SM_THREADS = 12, 2 * WARP, 1280
 # Vectors of a thread in rows of up to a warp's vectors that start anywhere, or of which only numbers are stored: with a
 # vector each, CTAs would begin and end faster than they load.
-SHORT_PER_THREAD = 4
+SHORT_PER_THREAD, ALIGNED_PER_THREAD = 4, 7
 # Rows in shared memory, as many as find room. Up to SHORT_SMEM_ROW one CTA of SHORT_SMEM_THREADS holds rows;
 # an SM has SHORT_SMEM_SM_THREADS, by whether rows are aligned.
 SHORT_SMEM_ROW, SHORT_SMEM_THREADS, SHORT_SMEM_SM_THREADS = 256, 128, {True: 2048, False: 1024}
@@ -89,8 +89,8 @@ def reduced(problem: Problem) -> ReduceConfig:
         return ReduceConfig("two_pass", TWO_PASS_THREADS)
     row = row_of(problem)
     if row.vectors <= WARP:
-        several = row.aligned or _shifted(row)
-        share = threads_for(row.touched, SHORT_PER_THREAD) if several else row_threads(row)
+        each = ALIGNED_PER_THREAD if row.aligned else SHORT_PER_THREAD
+        share = threads_for(row.touched, each) if row.aligned or _shifted(row) else row_threads(row)
         return ReduceConfig("one_pass", 256, share, align_vectors=row.align_vectors)
     found = _full_smem(row) if row.vectors <= REDUCED_SMEM_ROW else None
     if found:
