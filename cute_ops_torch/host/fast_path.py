@@ -14,6 +14,7 @@ import torch
 from torch.autograd import forward_ad
 
 from cute_ops.declaration.op import Op
+from cute_ops.jit import target
 from cute_ops_torch.host import framework_gradient
 from cute_ops_torch.host.compiled_call import CompiledCall
 from cute_ops_torch.host.guards import Call, GuardedCalls, Link, guarded, kinds
@@ -44,7 +45,15 @@ class FastPath:
         self._gradients: framework_gradient.Known = {}
 
     def specialize(self, *args: Any) -> Any:
-        """Run a call that no mode observes, and put a guarded call for others like it into the table."""
+        """Run a call that no mode observes, and put a guarded call for others like it into the table; in the mode of
+        capture that :meth:`Launcher._specialize` says.
+        """
+        if not getattr(args[0], "is_cuda", False):
+            return self._run_first(*args)
+        with target.relaxed_capture():
+            return self._run_first(*args)
+
+    def _run_first(self, *args: Any) -> Any:
         args = self._fill_defaults(args)
         arity = len(self._op.inputs)
         tensors, attrs = args[:arity], args[arity:]

@@ -535,8 +535,11 @@ def test_a_first_call_on_a_gpu_may_load_kernels_and_collect_garbage_in_a_capture
 
     monkeypatch.setattr(launch.target, "relaxed_capture", relaxed)
     monkeypatch.setattr(launch.Launcher, "_run_first", lambda self, calls, *args: seen.append("run") or args[0])
+    monkeypatch.setattr(fast_path.FastPath, "_run_first", lambda self, *args: seen.append("run") or args[0])
     for on_gpu, expected in ((True, ["relaxed", "run", "as before"]), (False, ["run"])):
         x = SimpleNamespace(is_cuda=on_gpu, shape=(2, 3))
-        assert launch.Launcher(rmsnorm)._launches.call()(x) is x
-        assert seen == expected
-        seen.clear()
+        fast = fast_path.FastPath(rmsnorm, lambda: launch.Launcher(rmsnorm), Nodes(rmsnorm, lambda step: None))
+        for call in (launch.Launcher(rmsnorm)._launches.call(), fast.specialize):
+            assert call(x) is x
+            assert seen == expected
+            seen.clear()
