@@ -98,8 +98,8 @@ def signature(binding: Binding, memory: Mapping[str, Memory], target: Target, fi
 
 def _shared(binding: Binding) -> tuple[str, ...]:
     """Inputs that broadcast, if they have fewer rows than the op."""
-    given = [(name, tensor, binding.inputs[name]) for name, tensor in binding.op.inputs.items() if tensor.broadcast]
-    return tuple(name for name, tensor, a in given if a and math.prod(own_lead(tensor, a)) != binding.rows)
+    given = [(name, t, binding.inputs[name]) for name, t in binding.op.inputs.items() if t.rows and t.broadcast]
+    return tuple(name for name, t, a in given if a and math.prod(own_lead(t, a)) != binding.rows)
 
 
 def _refuse_old(binding: Binding, target: Target) -> None:
