@@ -34,7 +34,8 @@ class AdamW(torch.optim.Optimizer):
 
     Each parameter and its moments are read once and written once, in the parameter's dtype; a step is computed in
     float32. State dicts load into ``torch.optim.AdamW`` and from it. Parameters of up to 2^22 elements share launches
-    of PyTorch's fused kernel, since a launch for each would take longer than its step.
+    of PyTorch's fused kernel, since a launch for each would take longer than its step. Where the square of a gradient
+    overflows float32, that kernel gives NaN, and ours leaves the parameter.
 
     Args:
         params: parameters or groups of them, float32, float16 or bfloat16.

@@ -78,6 +78,7 @@ def plan(
 def signature(binding: Binding, memory: Mapping[str, Memory], target: Target, fixed: bool = True) -> Signature:
     """All that a plan needs besides a config; takes and raises what :func:`plan` does."""
     op = binding.op
+    shared = _shared(binding)
     _refuse_old(binding, target)
     static = {d: binding.dims[d] if fixed or d not in op.few else None for d in op.static if d in binding.dims}
     tensors = layout(binding, memory, static)
@@ -91,7 +92,7 @@ def signature(binding: Binding, memory: Mapping[str, Memory], target: Target, fi
         attrs={name: binding.attrs[name] for name in op.attrs if not (op.fallback and name == "fused")},
         arch=target.arch, sm_count=target.sm_count,
         contiguous={n: t.may_be_contiguous[t.axes.index(present[n].contiguous)] for n, t in choices.items()},
-        shared=_shared(binding),
+        shared=shared,
     )  # fmt: skip
     return Signature(binding, static, tensors, problem, op.space is not None and None not in static.values())
 

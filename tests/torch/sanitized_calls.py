@@ -61,8 +61,10 @@ def calls(ops: list[Op], lengths: list[int]) -> Iterator[tuple[Op, Case, str, st
                 sizes = op.example((ROWS[i % len(ROWS)],), n)
                 sizes |= {"d": n, "r": n // 2} if swept(op) == "d" else {}
                 sizes |= {"d": n} if op.name.startswith("group_norm_rows") else {}  # heads are whole groups
+                sizes |= {"g": 1} if op.name.startswith("group_norm_examples") and "g" in sizes else {}
                 sizes |= {name: size(sizes, op.attrs) for name, size in op.derived.items()}
-                yield op, Case(f"n={n}", sizes, integers), dtype, base
+                attrs = {"heads": sizes["h"] // 2 + 1} if op.name.startswith("rope_packed") else {}
+                yield op, Case(f"n={n}", sizes, integers, attrs=attrs), dtype, base
 
 
 def calls_of_product(op: Op) -> Iterator[tuple[Op, Case, str, str]]:
