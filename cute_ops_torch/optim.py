@@ -143,6 +143,8 @@ class AdamW(torch.optim.Optimizer):
             _check({**self.defaults, **group, "decoupled_weight_decay": True})
         super().load_state_dict(state_dict)
         for group in self.param_groups:
+            for name, value in self.defaults.items():  # what PyTorch's AdamW does not know stays as it was asked for
+                group.setdefault(name, value)
             for parameter in group["params"]:
                 state = self.state.get(parameter, {})
                 if "step" in state:
@@ -181,6 +183,7 @@ def _step_small(group: dict[str, Any], device: torch.device, rows: list[Row]) ->
         lr=rate.to(device, torch.float32) if isinstance(rate, Tensor) and rate.is_cuda else float(rate),
         weight_decay=float(group["weight_decay"]), maximize=bool(group.get("maximize")),
     )  # fmt: skip
+    _note_writes([*params, *means, *squares])  # the kernel does not
 
 
 def _step_large(group: dict[str, Any], rows: list[tuple[Row, Tensor | None]]) -> None:
@@ -213,8 +216,12 @@ def _step_large(group: dict[str, Any], rows: list[tuple[Row, Tensor | None]]) ->
         _, run, into = ops[seed is not None]
         inputs = param, grad, mean, square, *(() if seed is None else (seed,)), *numbers, *constants
         _update(run, into, inputs, (param, mean, square), changed)
+    _note_writes(changed)
+
+
+def _note_writes(changed: list[Tensor]) -> None:
+    """Count writes of a kernel: a backward that has saved these tensors raises instead of reading the new values."""
     if changed:
-        # A backward that has saved these tensors raises instead of reading the new values.
         torch.autograd.graph.increment_version(changed)
 
 

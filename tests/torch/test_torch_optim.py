@@ -335,6 +335,26 @@ def test_a_parameter_leaves_its_memory() -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_a_backward_from_before_a_step_raises(device: str) -> None:
+    """It would read weights that the step has changed."""
+    parameter = nn.Parameter(torch.ones(64, 1024, device=device))
+    optimizer = AdamW([parameter], lr=0.1)
+    out = torch.ones(1, 64, device=device, requires_grad=True) @ parameter
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_options_that_a_loaded_state_dict_lacks_stay() -> None:
+    """PyTorch's AdamW knows no stochastic rounding."""
+    parameter = nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+    optimizer = AdamW([parameter], lr=0.1, stochastic_rounding=True)
+    optimizer.load_state_dict(torch.optim.AdamW([parameter], lr=0.2).state_dict())
+    assert [(group["lr"], group["stochastic_rounding"]) for group in optimizer.param_groups] == [(0.2, True)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("maximize", [False, True])
 def test_drawn_parameters(device: str, maximize: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small and large ones, of all dtypes, with views, none, negated gradients, and rates on the device."""
