@@ -11,6 +11,8 @@ import pytest
 
 from cute_ops import Op, fused, testing
 from cute_ops.declaration.binding import bind
+from cute_ops.declaration.shapes import ITEMSIZE
+from cute_ops.hardware import ARCHES, MAX_THREADS
 from cute_ops.jit.compile_pool import worker
 from cute_ops.jit.plan import plan
 from cute_ops.jit.target import parse
@@ -65,6 +67,51 @@ def test_clusters_read_groups_once(silu: bool) -> None:
         config = call.planned()[1].variant.config
         assert config["form"] == "smem" and (config["cluster"] > 1 or name == "group_norm_examples_bwd")
         kernel_calls.check(call, watched=n < 100)
+
+
+def test_examples_of_any_sizes_fit_a_cta() -> None:
+    """Also channels that are no whole vectors, of which one a thread would be too many threads."""
+    print("seed", SEED)
+    rng = np.random.default_rng(SEED)
+    fixed = [
+        (118, 11, 165, "bfloat16", "compact"),
+        (40, 1, 2048, "bfloat16", "off"),
+        (2654, 16, 2, "bfloat16", "spaced"),
+    ]
+    drawn = [
+        (*(int(most ** rng.random()) for most in (1e4, 200, 600)), str(rng.choice(["bfloat16", "float32"])),
+         str(rng.choice(LAYOUTS)))
+        for _ in range(300)
+    ]  # fmt: skip
+    with kernel_calls.interpreted():
+        module = importlib.import_module("cute_ops.kernels.norm.group_examples")
+        for positions, groups, each, dtype, layout in fixed + drawn:
+            for op in PARTS[-2:]:
+                inputs, itemsize = len([name for name in ("x", "dy") if name in op.inputs]), ITEMSIZE[dtype]
+                if not group_config.on_chip((positions, groups * each), groups, itemsize, inputs):
+                    continue
+                sizes = {"b": (2,), "m": positions, "n": groups * each, "g": groups}
+                given = {k: kernel_calls.Array(t.of(sizes), dtype if t.dtype == "T" else "float32")
+                         for k, t in op.inputs.items()}  # fmt: skip
+                where = {k: kernel_calls.place(op.inputs[k], np.broadcast_to(np.float32(0), a.shape), layout)
+                         for k, a in given.items()}  # fmt: skip
+                attrs = {"groups": groups} if "groups" in op.attrs else {}
+                arch = str(rng.choice(["sm_80", "sm_89", "sm_90a", "sm_120a"]))
+                variant = plan(bind(op, given, attrs), where, parse(arch)).variant
+                kernel = getattr(module, variant.kernel.partition(":")[2])(variant)
+                vectors = kernel.vec * kernel.threads * kernel.per_thread * itemsize * inputs
+                sums = 4 * kernel.width * (kernel.depth + 2 * kernel.helpers) + 8 * kernel.width * (inputs > 1)
+                taken = sums + vectors * (kernel.config.form == "smem")
+                assert kernel.threads <= MAX_THREADS, (variant.config, sizes, arch)
+                assert taken <= ARCHES[arch].shared_per_cta, (variant.config, sizes, arch)
+
+
+def test_threads_have_more_channels_than_they_read_at_once() -> None:
+    rng = np.random.default_rng(0)
+    for op in PARTS[-2:]:
+        call = kernel_calls.made(op, 2, 1304, "bfloat16", "off", rng, m=5, g=1)
+        assert call.planned()[1].variant.config["vec"] == 8
+        kernel_calls.check(call)
 
 
 def test_groups_are_read_twice_where_no_chip_holds_them() -> None:

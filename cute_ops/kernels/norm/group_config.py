@@ -18,6 +18,7 @@ class GroupConfig(KernelConfig):
         resident: CTAs that are to fit on an SM together: a cap on registers.
         team: threads that take a channel together; with channels last 0.
         width: channels of a cluster, whole groups, with channels last; else 0.
+        vec: channels of a thread, with channels last; else 0.
     """
 
     form: Literal["smem", "passes"]
@@ -26,3 +27,4 @@ class GroupConfig(KernelConfig):
     resident: int = 1
     team: int = 0
     width: int = 0
+    vec: int = 0

@@ -74,7 +74,8 @@ class GroupExamples:
         itemsize = ITEMSIZE[self.keys["x"].dtype]
         present = [self.keys[name] for name in (*self.inputs, self.target) if self.keys.get(name)]
         aligned = min(min(key.align, key.row_align, VECTOR_BYTES) for key in present) // itemsize
-        self.vec = next(v for v in (8, 4, 2, 1) if v <= aligned and self.width % v == 0 and self.c % v == 0)
+        self.vec = self.config.vec
+        self.access = min(aligned, self.vec)
         self.across = self.width // self.vec
         self.threads = self.config.threads
         self.depth = self.threads // self.across
@@ -156,11 +157,26 @@ class GroupExamples:
             mX = getattr(tensors, name)
             rX = fragment(mX.element_type, self.vec)
             if sX is None:
-                load(rX, self.address(mX, name, place, k))
+                for piece, start in self.accesses(rX, self.address(mX, name, place, k)):
+                    load(piece, start)
             else:
                 cute.autovec_copy(sX[None, cute.arch.thread_idx()[0], k], rX)
             found.append(widen(rX))
         return found
+
+    def accesses(self, rX, address):
+        """A vector in memory by what one access reads or writes: parts of the fragment, and their addresses."""
+        if self.access == self.vec:
+            return [(rX, address)]
+        layout, size = cute.make_layout((self.access,)), rX.element_type.width // 8
+        starts = range(0, self.vec, self.access)
+        return [(cute.make_tensor(rX.iterator + i, layout), address + i * size) for i in starts]
+
+    def write(self, mX, name, place, k, rOut):
+        """Round a thread's k-th vector and store it."""
+        rX = narrow(rOut.load(), mX.element_type, self.vec)
+        for piece, start in self.accesses(rX, self.address(mX, name, place, k)):
+            store(piece, start)
 
     def columns(self, mW, place):
         """The elements of a parameter at this thread's channels, in fp32; None where it is absent."""
@@ -313,8 +329,7 @@ class GroupExamplesForward(GroupExamples):
                 y = y if const_expr(weight is None) else y * weight[j]
                 y = y if const_expr(bias is None) else y + bias[j]
                 rOut[j] = silu(y)[0] if const_expr(self.silu) else y
-            dtype = tensors.out.element_type
-            store(narrow(rOut.load(), dtype, self.vec), self.address(tensors.out, "out", place, k))
+            self.write(tensors.out, "out", place, k, rOut)
 
     def _write_numbers(self, tensors, place, numbers):
         """Mean and rstd of groups, by the threads that have their first channel at the first position."""
@@ -448,5 +463,4 @@ class GroupExamplesBackward(GroupExamples):
             for j in cutlass.range_constexpr(self.vec):
                 normed, slope = self._slope(numbers, x, dy, j)
                 rOut[j] = slope * scale[j] - push[j] - normed * pull[j]
-            dtype = tensors.dx.element_type
-            store(narrow(rOut.load(), dtype, self.vec), self.address(tensors.dx, "dx", place, k))
+            self.write(tensors.dx, "dx", place, k, rOut)

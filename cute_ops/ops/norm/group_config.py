@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from typing import Literal
 
 from cute_ops.declaration.config import Problem
 from cute_ops.declaration.shapes import ITEMSIZE
-from cute_ops.hardware import ARCHES, VECTOR_BYTES, WARP
+from cute_ops.hardware import ARCHES, MAX_THREADS, VECTOR_BYTES, WARP
 from cute_ops.kernels.norm.group_config import GroupConfig
 from cute_ops.ops.rows import RESERVED_BYTES, next_power, ring_bytes
 
@@ -78,37 +79,58 @@ def examples(problem: Problem) -> GroupConfig:
     positions, channels, groups = dims["m"], dims["n"], problem.attrs.get("groups") or dims["g"]
     inputs = [name for name in ("x", "dy") if name in problem.aligns]
     aligned = min(problem.aligns[name] for name in inputs)
-    largest, room, each = ARCHES[problem.arch].cluster, ring_bytes(problem), itemsize * len(inputs)
-    found = None
+    limits, room, each, unit = (
+        ARCHES[problem.arch],
+        ring_bytes(problem),
+        itemsize * len(inputs),
+        VECTOR_BYTES // itemsize,
+    )
+
+    def made(width: int, cluster: int, vec: int, form: Literal["smem", "passes"]) -> tuple[GroupConfig, int]:
+        """A config, and the bytes of shared memory that it takes."""
+        across, span = width // vec, -(-positions // cluster)
+        wanted = -(-span * across // (LAST_VECTORS * WARP)) * WARP
+        threads = _threads(across, min(max(wanted, WARP), LAST_THREADS))
+        slot = -(-span // (threads // across)) * threads * vec * each if form == "smem" else 0
+        taken = slot + 4 * threads * vec + 16 * max(threads, width)
+        resident = max(min(LAST_SM_THREADS // threads, room // taken, limits.ctas), 1)
+        return GroupConfig(form, threads, cluster, resident, width=width, vec=vec), taken
+
     if aligned >= VECTOR_BYTES:
-        found = _spread(positions, _widths(channels, groups, itemsize), (itemsize, each), largest)
-    if found:
-        width, cluster = found
-    else:
-        width = next(_widths(channels, groups, itemsize), channels)
-        cluster = min(_cluster_of_passes(positions * width), next_power(positions), largest)
-    vec = math.gcd(width, channels, min(aligned, VECTOR_BYTES) // itemsize)
-    across, span = width // vec, -(-positions // cluster)
-    wanted = -(-span * across // (LAST_VECTORS * WARP)) * WARP
-    threads = _threads(across, min(max(wanted, WARP), LAST_THREADS))
-    slot = -(-span // (threads // across)) * threads * vec * each if found else 0
-    taken = slot + 4 * threads * vec + 16 * max(threads, width)
-    resident = max(min(LAST_SM_THREADS // threads, room // taken, ARCHES[problem.arch].ctas), 1)
-    return GroupConfig("smem" if found else "passes", threads, cluster, resident, width=width)
+        widths = _widths(channels, groups, itemsize)
+        for width, cluster in _spread(positions, widths, (itemsize, each), limits.cluster):
+            found, taken = made(width, cluster, unit, "smem")
+            if taken + RESERVED_BYTES + 8 * width <= limits.shared_per_cta:
+                return found
+    width, vec = _of_passes(channels, groups, min(aligned, VECTOR_BYTES) // itemsize, unit)
+    cluster = min(_cluster_of_passes(positions * width), next_power(positions), limits.cluster)
+    return made(width, cluster, vec, "passes")[0]
+
+
+def _of_passes(channels: int, groups: int, aligned: int, unit: int) -> tuple[int, int]:
+    """Channels of a cluster, and those of a thread: what one access reads, unless that are too many threads for a
+    group. ``aligned``, ``unit``: elements of an access, of whole vectors.
+    """
+    group = channels // groups
+    for width, vec in ((math.lcm(group, unit), aligned), (group, aligned), (group, unit)):
+        vec = math.gcd(width, channels, vec)
+        if width <= channels and width // vec <= MAX_THREADS:
+            break
+    return width, vec
 
 
 def _spread(
     positions: int, widths: Iterable[int], sizes: tuple[int, int], largest: int
-) -> tuple[int, int] | None:  # fmt: skip
-    """(channels, CTAs) of a cluster; None where none holds what it reads. ``sizes``: bytes of an element, and of those
-    of all inputs.
+) -> Iterator[tuple[int, int]]:  # fmt: skip
+    """(channels, CTAs) of clusters that hold what they read, the best ones first. ``sizes``: bytes of an element, and
+    of those of all inputs.
     """
     (itemsize, each), most, found = sizes, min(largest, next_power(positions)), []
     for width in widths:
-        fits = [c for c in CLUSTER_COST if c <= most and -(-positions // c) * width * each <= LAST_BYTES]
-        if fits:
-            found.append((_waste(width * itemsize) * CLUSTER_COST[fits[0]], width, fits[0]))
-    return min(found)[1:] if found else None
+        for c, cost in CLUSTER_COST.items():
+            if c <= most and -(-positions // c) * width * each <= LAST_BYTES:
+                found.append((_waste(width * itemsize) * cost, width, c))
+    return (each[1:] for each in sorted(found))
 
 
 def _widths(channels: int, groups: int, itemsize: int) -> Iterator[int]:
