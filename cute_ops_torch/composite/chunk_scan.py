@@ -110,15 +110,17 @@ def _passed_on(states: Tensor, decay: Tensor, initial: Tensor | None, wants_last
         initial: (batch, heads, p, n).
     """
     batch, chunks, heads, p, n = states.shape
-    since = nn.functional.pad(decay.transpose(1, 2).cumsum(-1), (1, 0))  # (batch, heads, chunks + 1)
+    # (batch, heads, chunks + 1), in float64: what differs little of long sums would be lost in float32
+    since = nn.functional.pad(decay.transpose(1, 2).cumsum(-1, dtype=torch.float64), (1, 0))
     # Of the state that chunk j leaves, for i = 0 .. chunks - 1, when chunk i begins, and at the end.
     known = torch.ones(chunks + 1, chunks, dtype=torch.bool, device=states.device).tril(-1)
-    share = (since[..., :, None] - since[..., None, 1:]).masked_fill(~known, _NEVER).exp()
+    share = (since[..., :, None] - since[..., None, 1:]).float().masked_fill(~known, _NEVER).exp()
     rows = states.transpose(1, 2).reshape(batch, heads, chunks, p * n)
     begins = torch.matmul(share[..., :-1, :].to(rows.dtype), rows)
     last = torch.matmul(share[..., -1:, :], rows.float()).view(batch, heads, p, n) if wants_last else None
     if initial is not None:
-        of_first = since.exp()[..., None] * initial.float().flatten(2)[:, :, None]  # (batch, heads, chunks + 1, p * n)
+        # (batch, heads, chunks + 1, p * n)
+        of_first = since.float().exp()[..., None] * initial.float().flatten(2)[:, :, None]
         begins = (begins + of_first[:, :, :-1]).to(rows.dtype)
         last = None if last is None else last + of_first[:, :, -1].view_as(last)
     return begins.view(batch, heads, chunks, p, n).transpose(1, 2), last

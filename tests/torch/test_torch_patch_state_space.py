@@ -70,6 +70,23 @@ def test_scans(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         assert error <= allowed * scale + 2 * other + 1e-6, (name, error, other, scale)
 
 
+def test_states_pass_chunks_exactly_behind_strong_decays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decays since the begin of a sequence are large sums, of which those between two chunks are small differences."""
+    monkeypatch.setattr(composite, "_CHUNK", 16)
+    draw, seqlen = torch.Generator().manual_seed(1), 512
+    x, b, c = (torch.randn(1, seqlen, *size, generator=draw) for size in ((2, 8), (1, 4), (1, 4)))
+    dt, a = torch.rand(1, seqlen, 2, generator=draw) * 1e-2, torch.tensor([-16.0, -8.0])
+    dt[:, : seqlen // 2] += 8
+    out, last = composite.chunk_scan(x, dt, a, b, c, wants_last=True)
+    state, wanted = torch.zeros(1, 2, 8, 4, dtype=torch.float64), []
+    for t in range(seqlen):
+        step = dt[:, t, :, None].double()
+        state = state * (a.double()[:, None] * step).exp()[..., None] + (step * x[:, t])[..., None] * b[:, t, :, None]
+        wanted.append((state * c[:, t, :, None]).sum(-1))
+    torch.testing.assert_close(out.double(), torch.stack(wanted, 1), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(last, state.float(), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_convolutions(seed: int) -> None:
     rng, draw = random.Random(seed), torch.Generator().manual_seed(seed)
