@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -18,8 +20,9 @@ from cute_ops.declaration.shapes import Array
 from cute_ops.jit.compile_pool import worker
 from cute_ops.jit.plan import plan
 from cute_ops.jit.target import parse
-from cute_ops.kernels.attention import tiles
+from cute_ops.kernels.attention import forward, tiles
 from cute_ops.kernels.attention.config import AttentionConfig
+from cute_ops.kernels.attention.forward import ForwardKernel
 from cute_ops.kernels.attention.softmax import CUBIC, LOWEST, QUINTIC, CappedSoftmax, polynomial
 from cute_ops.ops.attention.attention import attention, attention_bwd
 from cute_ops.ops.attention.by_call import Captured, kind_of, op_of_call
@@ -27,6 +30,7 @@ from tests.emulator import products, ptx_cta, ptx_sm90
 from tests.ops.attention_calls import NO_FUNCTIONS, Bounded, Call, Functions, arrays, expected
 
 DESCRIPTOR = bytes(128)
+SEED = int(os.environ.get("CUTE_OPS_SEED", "41"))
 Offsets = Sequence[np.ndarray]  # where packed sequences begin, of queries and of keys
 OTHERS = 2  # blocks of memory before those of what functions read
 CALLS = (
@@ -218,6 +222,28 @@ def test_few_ctas_go_through_the_blocks_of_all_heads(tmp_path: Path, monkeypatch
     monkeypatch.setattr(tiles, "CACHED_BYTES", 1)
     call = Call(1, 270, 270, 2, 2, 128, 64, "bfloat16", {"causal": True}, False, False)
     _check_results(call, NO_FUNCTIONS, tmp_path)
+
+
+def test_ctas_have_as_many_blocks_as_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each block is one CTA's, whether heads that are walked together fill rows of CTAs or not."""
+    print("seed", SEED)
+    rng = np.random.default_rng(SEED)
+    kernel = ForwardKernel.__new__(ForwardKernel)
+    fixed = [(133 * 32, 133 * 3, 132), (7, 133, 7), (1, 1, 1)]
+    drawn = [(int(rng.integers(1, 9 * n)), int(rng.integers(1, 4 * n)), n) for n in rng.integers(1, 20, 200).tolist()]
+    for count, together, ctas in fixed + drawn:
+        found = []
+        for own in range(ctas):
+            arch = SimpleNamespace(grid_dim=lambda n=ctas: (n, 1, 1), block_idx=lambda i=own: (i, 0, 0))
+            monkeypatch.setattr(forward, "cute", SimpleNamespace(arch=arch, ceil_div=lambda a, b: -(-a // b)))
+            monkeypatch.setattr(forward, "cutlass", SimpleNamespace(min=min, select_=lambda c, a, b: a if c else b))
+            monkeypatch.setattr(kernel, "_count", lambda _, n=count: n, raising=False)
+            monkeypatch.setattr(kernel, "_together", lambda _, n=together: n, raising=False)
+            steps, index_of = kernel._steps(None)
+            found.append([i for i in map(index_of, range(steps)) if i < count])
+        lengths = [len(each) for each in found]
+        assert sorted(i for each in found for i in each) == list(range(count)), (count, together, ctas)
+        assert max(lengths) - min(lengths) <= 1, (count, together, ctas, lengths)
 
 
 def _check_results(call: Call, functions: Functions, folder: Path) -> None:

@@ -31,7 +31,8 @@ class ForwardKernel:
 
         Blocks of heads that are walked together come from the longest to the shortest. Every other row of CTAs takes
         them the other way round, so that each CTA has as much work: else the first one of a row had most each time (2 x
-        8192 causal, 32 heads: 3% more than on average).
+        8192 causal, 32 heads: 3% more than on average). CTAs that have one block more than others do are those behind
+        the ones that had before: else they were the same for all heads (17000, 32 heads: 15% more than on average).
         """
         count, ctas, own = self._count(sizes), cute.arch.grid_dim()[0], cute.arch.block_idx()[0]
         together = self._together(sizes)
@@ -40,9 +41,13 @@ class ForwardKernel:
 
         def index_of(step):
             section = step // rows
-            row = step - section * rows
-            place = row * ctas + cutlass.select_((section + row) % 2 == 0, own, ctas - 1 - own)
-            return cutlass.select_(place < together, section * together + place, count)
+            row, first = step - section * rows, section * together
+            length = cutlass.min(together, count - first)
+            reversed_end = (section + cute.ceil_div(length, ctas)) % 2 == 0  # of the section, its last row
+            mine = own - cutlass.select_(reversed_end, first + length, first) % ctas
+            mine = cutlass.select_(mine < 0, mine + ctas, mine)
+            place = row * ctas + cutlass.select_((section + row) % 2 == 0, mine, ctas - 1 - mine)
+            return cutlass.select_(place < length, first + place, count)
 
         return cute.ceil_div(count, together) * rows, index_of
 
