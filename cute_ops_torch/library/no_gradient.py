@@ -10,9 +10,11 @@ import torch
 
 from cute_ops.declaration.messages import message
 from cute_ops.declaration.op import Op
+from cute_ops_torch.library.modes import transforms_active
 from cute_ops_torch.library.reference import register_fake
 
 Call = Callable[..., Any]
+ENDS = "ends"  # the attribute of a node with tensors that hang on its inputs
 
 
 def no_gradients(
@@ -77,6 +79,7 @@ def once(name: str) -> Callable[[Call], Call]:
             if torch.compiler.is_compiling():
                 return found  # type: ignore[no-any-return]
             given = [d for d in cotangents if d is not None and d.requires_grad]
+            given += getattr(ctx, ENDS, None) or ()
             gradients = [g.detach().requires_grad_() for g in found if g is not None]
             made = iter(_Last.apply(name, len(gradients), *gradients, *given, *_leaves(ctx)))  # type: ignore[no-untyped-call]
             return tuple(None if g is None else next(made) for g in found)
@@ -84,6 +87,21 @@ def once(name: str) -> Callable[[Call], Call]:
         return run
 
     return wrap
+
+
+def ending(forward: Call) -> Call:
+    """Decorate the forward of a Function with ``once``: second derivatives to inputs that are no leaves raise, too."""
+
+    @wraps(forward)
+    def run(ctx: Any, *args: Any) -> Any:
+        inner = [t for t in args if type(t) is torch.Tensor and t.ndim and t.requires_grad and not t.is_leaf]
+        if inner and not transforms_active():
+            # Copies of no elements hold the inputs' places in the graph, and not their memory.
+            with torch.enable_grad():
+                setattr(ctx, ENDS, [t[:0].clone() for t in inner])
+        return forward(ctx, *args)
+
+    return run
 
 
 def _leaves(node: Any) -> list[torch.Tensor]:
@@ -100,8 +118,8 @@ def _leaves(node: Any) -> list[torch.Tensor]:
 
 
 class _Last(torch.autograd.Function):
-    """Passes gradients on and raises when they are differentiated. It takes leaves and cotangents, too: second
-    derivatives to them lead here, and are not taken for zero.
+    """Passes gradients on and raises when they are differentiated. It takes cotangents, and what hangs on leaves and
+    inputs, too: second derivatives to them lead here, and are not taken for zero.
     """
 
     @staticmethod

@@ -16,7 +16,7 @@ from cute_ops.declaration.op import Op
 from cute_ops.declaration.tensor import Tensor
 from cute_ops_torch.library import copies
 from cute_ops_torch.library.modes import EXACT
-from cute_ops_torch.library.no_gradient import no_gradients, once
+from cute_ops_torch.library.no_gradient import ENDS, ending, no_gradients, once
 from cute_ops_torch.library.remembered import remembered
 from cute_ops_torch.library.scaled_gradient import scaled_gradients
 from cute_ops_torch.library.schema import resolver
@@ -27,7 +27,7 @@ Call = Callable[..., Any]
 # `cute_ops_torch.distributed` puts one here, so that ranks gather such an input once.
 sharing: dict[type, Callable[[frozenset[str]], AbstractContextManager[None]]] = {}
 # What a context stores besides tensors.
-_SLOTS = ("required", "given", "numbers")
+_SLOTS = ("required", "given", "numbers", ENDS)
 
 
 class AutogradNode(_SingleLevelFunction):
@@ -113,7 +113,7 @@ class Nodes:
             if copying:
                 forward = copies.saving(forward)
             if scaled:  # what the forward has computed is no function of its inputs to autograd
-                backward = once(op.aliases.get(op.name, op.name))(backward)
+                forward, backward = ending(forward), once(op.aliases.get(op.name, op.name))(backward)
         else:
             saving, (forward, backward) = None, _without_gradient(op, given)
         methods = {"forward": staticmethod(forward), "backward": staticmethod(backward), "saving": saving}

@@ -357,6 +357,11 @@ def test_linear_is_differentiated_once_and_as_often_as_one_likes(reduction: str)
                 torch.autograd.grad(dhidden.square().sum(), weight, allow_unused=unused, retain_graph=True)
         with raises():
             dhidden.square().sum().backward()
+        inner = hidden.mT.contiguous().mT * 2  # not a leaf, and what it is computed from is not differentiated
+        loss = function(inner, weight, target, bias, reduction=reduction).sum()
+        (dinner,) = torch.autograd.grad(loss, inner, create_graph=True)
+        with raises():
+            torch.autograd.grad((dinner * inner).sum(), inner)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
