@@ -52,7 +52,8 @@ class ScaledElements(Pointwise):
         )
 
     def rounded(self, x, dtype):
-        return to_fp8(x, self.vec, self.kind)
+        # A tiled copy takes elements of the output's dtype, not their bytes.
+        return cute.recast_tensor(to_fp8(x, self.vec, self.kind), dtype)
 
 
 class ScaledFP8:
