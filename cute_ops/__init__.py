@@ -7,20 +7,23 @@ The core: declarations of ops, their kernels and the compile cache. It imports n
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from cute_ops.declaration.array_api import cast, widen
-from cute_ops.declaration.attributes import OneOf
-from cute_ops.declaration.case import Case
-from cute_ops.declaration.config import Needs, Problem, Space, Tuning, vary
-from cute_ops.declaration.finish import Finish
-from cute_ops.declaration.kernel import Kernel
-from cute_ops.declaration.op import Op
-from cute_ops.declaration.program import Program
-from cute_ops.declaration.shapes import FLOATS, Array
-from cute_ops.declaration.split import Sharding, Split
-from cute_ops.declaration.static import WhileFew
-from cute_ops.declaration.tensor import Accumulation, Tensor
-from cute_ops.errors import CacheError, CompileError, no_attribute
-from cute_ops.version import __version__ as __version__
+from cute_ops.garbage import without_collections
+
+with without_collections():
+    from cute_ops.declaration.array_api import cast, widen
+    from cute_ops.declaration.attributes import OneOf
+    from cute_ops.declaration.case import Case
+    from cute_ops.declaration.config import Needs, Problem, Space, Tuning, vary
+    from cute_ops.declaration.finish import Finish
+    from cute_ops.declaration.kernel import Kernel
+    from cute_ops.declaration.op import Op
+    from cute_ops.declaration.program import Program
+    from cute_ops.declaration.shapes import FLOATS, Array
+    from cute_ops.declaration.split import Sharding, Split
+    from cute_ops.declaration.static import WhileFew
+    from cute_ops.declaration.tensor import Accumulation, Tensor
+    from cute_ops.errors import CacheError, CompileError, no_attribute
+    from cute_ops.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from cute_ops.ops.expression.fused import fused

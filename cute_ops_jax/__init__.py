@@ -7,11 +7,14 @@ from importlib import import_module
 from typing import Any
 
 from cute_ops import __version__ as __version__
-from cute_ops.composite.models import MODELS
-from cute_ops.errors import no_attribute
-from cute_ops.ops import ATTENTION, OPS, PRODUCTS
-from cute_ops_jax.primitive.ffi_check import probe
-from cute_ops_jax.primitive.function import register
+from cute_ops.garbage import without_collections
+
+with without_collections():
+    from cute_ops.composite.models import MODELS
+    from cute_ops.errors import no_attribute
+    from cute_ops.ops import ATTENTION, OPS, PRODUCTS
+    from cute_ops_jax.primitive.ffi_check import probe
+    from cute_ops_jax.primitive.function import register
 
 _DECLARED = {op.name: op for op in (*OPS, *PRODUCTS, *ATTENTION, *MODELS)}
 # Imported when they are first asked for: most programs use few of them, and start faster without their imports.

@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from cute_ops import __version__ as __version__
 from cute_ops.errors import no_attribute
-from cute_ops_torch import functions
-from cute_ops_torch.composite import dispatched as dispatched  # ops
-from cute_ops_torch.distributed.import_hook import when_imported
-from cute_ops_torch.registry import register
+from cute_ops.garbage import without_collections
+
+with without_collections():
+    from cute_ops_torch import functions
+    from cute_ops_torch.composite import dispatched as dispatched  # ops
+    from cute_ops_torch.distributed.import_hook import when_imported
+    from cute_ops_torch.registry import register
 
 if TYPE_CHECKING:
     from cute_ops_torch import nn

@@ -22,11 +22,9 @@ Equal nodes are one node, except inputs and opaque ones. Sizes are ints, or text
 
 from __future__ import annotations
 
-import gc
 import math
 import struct
-from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Sequence
 
 from cute_ops.expressions.reference import CUBE, REFERENCE, SLOPE
 from cute_ops.expressions.simplify import fold
@@ -40,20 +38,6 @@ NARROW = ("bfloat16", "float16")
 # Constants of GELU, which programs in 16 bits carry rounded to 16 bits.
 _EXACT = (SLOPE, CUBE, math.sqrt(0.5), math.sqrt(2.0), 2 * SLOPE)
 _MANTISSA = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
-
-
-@contextmanager
-def without_collections() -> Iterator[None]:
-    """Collect no garbage within: a graph is many objects that all stay, and each collection would look at all that
-    a framework holds, too: half of the time in JAX, an eighth in PyTorch.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 class Graph:

@@ -11,9 +11,9 @@ import numpy as np
 
 from cute_ops.declaration.op import Op
 from cute_ops.errors import suggesting
-from cute_ops.fusion.graph import without_collections
 from cute_ops.fusion.own import Meanings, Own
 from cute_ops.fusion.report import Report
+from cute_ops.garbage import without_collections
 from cute_ops_jax.fusion.program import Program
 from cute_ops_jax.fusion.report import report_of
 

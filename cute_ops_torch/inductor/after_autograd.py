@@ -25,9 +25,9 @@ from cute_ops.fusion.analyse import Found, is_linear
 from cute_ops.fusion.choose import Choice
 from cute_ops.fusion.composite import Composite
 from cute_ops.fusion.graph import Node as Value
-from cute_ops.fusion.graph import without_collections
 from cute_ops.fusion.own import Meanings
 from cute_ops.fusion.report import Entry, entry_of
+from cute_ops.garbage import without_collections
 from cute_ops_torch.inductor import fusion_choice
 from cute_ops_torch.inductor.aten import AtenEmitter, AtenFront
 from cute_ops_torch.inductor.choice import Chooser, target_of

@@ -18,10 +18,11 @@ from torch.fx import GraphModule, Node
 from cute_ops.fusion.analyse import Analysis, Found
 from cute_ops.fusion.choose import Choice
 from cute_ops.fusion.composite import Composite
-from cute_ops.fusion.graph import Graph, without_collections
+from cute_ops.fusion.graph import Graph
 from cute_ops.fusion.graph import Node as Value
 from cute_ops.fusion.scores import Known
 from cute_ops.fusion.settle import Expressions, Layers, settle
+from cute_ops.garbage import without_collections
 from cute_ops_torch.inductor.dynamo import DynamoFront, Holder, storage_of, sweep
 from cute_ops_torch.inductor.effects import example
 from cute_ops_torch.inductor.emit import Call, Emitter, Refused

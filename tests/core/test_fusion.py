@@ -12,8 +12,9 @@ from cute_ops.fusion import Graph, analyse, repeated
 from cute_ops.fusion.canonical import canonical
 from cute_ops.fusion.choose import choose
 from cute_ops.fusion.express import express
-from cute_ops.fusion.graph import Node, without_collections
+from cute_ops.fusion.graph import Node
 from cute_ops.fusion.match import meaning_of
+from cute_ops.garbage import without_collections
 
 ROWS = (2, 3, 8)
 
