@@ -137,7 +137,9 @@ class _Flow:
 
 
 def _changed(statement: ast.stmt) -> Iterator[str]:
-    """The names whose tensors a statement writes in place: ``x += y``, ``x[i] = y``, ``x.mul_(y)``."""
+    """The names whose tensors a statement writes in place: ``x += y``, ``x[i] = y``, ``x.mul_(y)``, and
+    ``f(x, inplace=i)`` whatever ``i`` is.
+    """
     for node in ast.walk(statement):
         if isinstance(node, ast.AugAssign):
             yield from _names(node.target)
@@ -145,6 +147,8 @@ def _changed(statement: ast.stmt) -> Iterator[str]:
         method = isinstance(node, ast.Attribute) and node.attr.endswith("_") and not node.attr.endswith("__")
         if part or method:
             yield from _names(node)
+        if isinstance(node, ast.Call) and any(each.arg == "inplace" for each in node.keywords):
+            yield from (name for argument in node.args[:1] for name in _names(argument))
 
 
 def _names(value: Any) -> Iterator[str]:
