@@ -114,6 +114,16 @@ def test_threads_have_more_channels_than_they_read_at_once() -> None:
         kernel_calls.check(call)
 
 
+@pytest.mark.parametrize("op", [PARTS[1], *PARTS[-2:]], ids=lambda op: op.name)
+def test_aligned_rows_end_within_a_vector(op: Op) -> None:
+    rng = np.random.default_rng(0)
+    sizes = {"h": 1, "d": 1} if "h" in op.inputs["x"].shape.split() else {"m": 1, "g": 1}
+    for rows, layout in ((2, "spaced"), (1, "compact")):
+        call = kernel_calls.made(op, rows, 26, "float32", layout, rng, **sizes)
+        assert call.planned()[1].variant.config["form"] == "passes"
+        kernel_calls.check(call)
+
+
 def test_groups_are_read_twice_where_no_chip_holds_them() -> None:
     for positions, channels, groups, expected in ((4096, 320, 32, 16), (1024, 1280, 32, 4), (64, 1280, 32, 1)):
         assert group_config.on_chip((positions, channels), groups, 2, 2)

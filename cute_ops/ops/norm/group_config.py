@@ -39,7 +39,8 @@ def rows_bwd(problem: Problem) -> GroupConfig:
     span = -(-n // (cluster * unit)) * unit
     slot = 2 * span * itemsize
     aligned = min(problem.aligns[name] for name in ("x", "dy") if name in problem.aligns)
-    if aligned < VECTOR_BYTES or slot > room - RESERVED_BYTES - 16 * dims["d"]:
+    # A row that is aligned may end within a vector.
+    if aligned < VECTOR_BYTES or positions % unit or slot > room - RESERVED_BYTES - 16 * dims["d"]:
         cluster = min(_cluster_of_passes(n), largest)
         span, slot = -(-n // (cluster * unit)) * unit, 0
     vec = next(v for v in (8, 4, 2, 1) if v <= min(unit, aligned // itemsize) and positions % v == 0)
@@ -96,7 +97,7 @@ def examples(problem: Problem) -> GroupConfig:
         resident = max(min(LAST_SM_THREADS // threads, room // taken, limits.ctas), 1)
         return GroupConfig(form, threads, cluster, resident, width=width, vec=vec), taken
 
-    if aligned >= VECTOR_BYTES:
+    if aligned >= VECTOR_BYTES and channels % unit == 0:
         widths = _widths(channels, groups, itemsize)
         for width, cluster in _spread(positions, widths, (itemsize, each), limits.cluster):
             found, taken = made(width, cluster, unit, "smem")
