@@ -84,6 +84,21 @@ def get(variant: Variant) -> Callable[..., Any]:
     return function
 
 
+def start(variant: Variant) -> None:
+    """Compile a variant in a thread of its own, for a call that comes later, unless a cache holds it. What goes wrong
+    is raised by that call.
+    """
+
+    def compiled() -> None:
+        try:
+            get(variant)
+        except (CompileError, CacheError) as error:
+            log.debug("a kernel that was compiled ahead does not compile: %s", error)
+
+    if not holds(variant):
+        threading.Thread(target=compiled, name="cute_ops-ahead", daemon=True).start()
+
+
 def holds(variant: Variant) -> bool:
     """Whether a variant's function is in memory, or its object on disk."""
     return variant.symbol in _functions or os.path.lexists(cache_dir.folder() / f"{variant.symbol}.so")

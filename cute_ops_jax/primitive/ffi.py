@@ -20,7 +20,6 @@ import jax
 import numpy as np
 
 from cute_ops import env
-from cute_ops.errors import CacheError, CompileError
 from cute_ops.files import file_lock
 from cute_ops.jit import cache, loader, target
 from cute_ops.jit.variant import Variant
@@ -107,15 +106,8 @@ def compile_ahead() -> None:
     finally:
         _collected.reset(token)
     for variant in wanted.values():
-        if variant.symbol not in _known and not cache.holds(variant):
-            threading.Thread(target=_compile, args=(variant,), name="cute_ops-ahead", daemon=True).start()
-
-
-def _compile(variant: Variant) -> None:
-    try:
-        cache.get(variant)
-    except (CompileError, CacheError) as error:
-        log.debug("a kernel that was compiled ahead does not compile: %s", error)
+        if variant.symbol not in _known:
+            cache.start(variant)
 
 
 def known() -> dict[str, Variant]:

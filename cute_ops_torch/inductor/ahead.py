@@ -8,7 +8,6 @@ step then asks for one that is not ready, it waits for that one. What cannot be 
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,7 +22,6 @@ from cute_ops.autotune import dispatch
 from cute_ops.declaration.binding import Binding
 from cute_ops.declaration.op import Op
 from cute_ops.declaration.program import Program
-from cute_ops.errors import CacheError, CompileError
 from cute_ops.jit import cache, target
 from cute_ops.jit.target import Target
 from cute_ops.jit.variant import Variant
@@ -60,8 +58,7 @@ def compile_ahead(op: Op, node: Node) -> None:
         log.debug("the kernels of %s cannot be foreseen: %s", op.name, error)
         return
     for variant in wanted:
-        if not cache.holds(variant):
-            _start(variant)
+        cache.start(variant)
 
 
 def _arguments(op: Op, node: Node) -> tuple[list[Any], list[Any]]:
@@ -122,14 +119,3 @@ def _is_one_product(program: Program, binding: Binding) -> bool:
 
 def _sizes(given: Sequence[Any]) -> tuple[int, ...]:
     return tuple(size if isinstance(size, int) else hint(size) for size in given)
-
-
-def _start(variant: Variant) -> None:
-    threading.Thread(target=_compile, args=(variant,), name="cute_ops-ahead", daemon=True).start()
-
-
-def _compile(variant: Variant) -> None:
-    try:
-        cache.get(variant)
-    except (CompileError, CacheError) as error:
-        log.debug("a kernel that was compiled ahead does not compile: %s", error)

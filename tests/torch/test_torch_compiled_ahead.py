@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import cute_ops_torch
 from cute_ops import Op
+from cute_ops.errors import CompileError
 from cute_ops.jit import cache, target
 from cute_ops.jit.target import Target
 from cute_ops.jit.variant import Variant
@@ -39,9 +41,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The ops whose kernels were started, one after the other."""
     found: list[str] = []
     monkeypatch.setattr(target, "of_device", lambda index=0: H200)
-    monkeypatch.setattr(cache, "holds", lambda variant: False)
     monkeypatch.setattr(ahead, "_seen", set())
-    monkeypatch.setattr(ahead, "_start", lambda variant: found.append(variant.op))
+    monkeypatch.setattr(cache, "start", lambda variant: found.append(variant.op))
     return found
 
 
@@ -100,12 +101,20 @@ def test_what_waits_for_the_call(started: list[str], monkeypatch: pytest.MonkeyP
     assert started == []
 
 
-def test_a_kernel_that_does_not_compile_is_the_calls_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_does_not_compile_is_the_calls_error(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def fails(variant: Variant) -> Any:
-        raise ahead.CompileError("no compiler")
+        raise CompileError("no compiler")
 
     monkeypatch.setattr(cache, "get", fails)
-    ahead._compile(None)  # type: ignore[arg-type]
+    monkeypatch.setattr(cache, "holds", lambda variant: False)
+    before = {*threading.enumerate()}
+    with caplog.at_level("DEBUG"):
+        cache.start(None)  # type: ignore[arg-type]
+        for thread in {*threading.enumerate()} - before:
+            thread.join()
+    assert "no compiler" in caplog.text
 
 
 @pytest.mark.slow
