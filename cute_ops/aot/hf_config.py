@@ -25,6 +25,8 @@ _GATED: dict[str, tuple[str, dict[str, Any]]] = {
     "gelu_new": ("gelu_mul", {"approximate": "tanh"}),
     "gelu_pytorch_tanh": ("gelu_mul", {"approximate": "tanh"}),
 }
+# Kernels read tables that sequences share otherwise than those of one sequence.
+BATCHES = (2, 1)
 # What configurations call the number of experts.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
@@ -186,8 +188,9 @@ def _rotations(config: Mapping[str, Any], dtype: str, train: bool) -> Iterator[C
             # When a token is generated there is one position, and the half of its table is compact.
             for positions, memory in ((ROWS, halves), (1, {}))[: 2 if name == "rope" else 1]:
                 table = Array((positions, size // 2), dtype)
-                inputs = {rotated: Array((1, positions, count, size), dtype), "cos": table, "sin": table}
-                yield Call(name, inputs, memory=memory)
+                for batch in BATCHES:
+                    inputs = {rotated: Array((batch, positions, count, size), dtype), "cos": table, "sin": table}
+                    yield Call(name, inputs, memory=memory)
                 if positions > 1 and exchanged == name:
                     yield from (_exchanged(Call(name, inputs, memory=memory), batch) for batch in (1, 2))
     yield from _normed_rotations(config, (heads, keys, size), dtype, train)
@@ -239,12 +242,13 @@ def _rotated_back(heads: int, keys: int, size: int, dtype: str, exchanged: bool)
     """Gradients of heads that are rotated right after their projections."""
     halves = {name: Memory((size, 1)) for name in ("cos", "sin")}
     counts = {"dq": heads, "dk": keys}
-    together = Array((1, ROWS, sum(counts.values()), size), dtype)
     table = Array((ROWS, size // 2), dtype)
-    yield Call("rope", {"x": together, "cos": table, "sin": table}, memory=halves)
-    inputs = {name: Array((1, ROWS, count, size), dtype) for name, count in counts.items()}
-    joined = Call("rope_bwd_joined", {**inputs, "dv": inputs["dk"], "cos": table, "sin": table}, memory=halves)
-    yield joined
+    for batch in BATCHES:
+        together = Array((batch, ROWS, sum(counts.values()), size), dtype)
+        yield Call("rope", {"x": together, "cos": table, "sin": table}, memory=halves)
+        inputs = {name: Array((batch, ROWS, count, size), dtype) for name, count in counts.items()}
+        joined = Call("rope_bwd_joined", {**inputs, "dv": inputs["dk"], "cos": table, "sin": table}, memory=halves)
+        yield joined
     if exchanged:
         yield from (_exchanged(joined, batch) for batch in (1, 2))
 

@@ -95,6 +95,8 @@ def made(op: Op, rows: int, n: int, dtype: str, layout: str, rng: np.random.Gene
     case = Case("", dims, dtypes, absent)
     attrs = dict(op.attrs)
     attrs |= {name: values[int(rng.integers(len(values)))] for name, values in op.choices.items()}
+    if "heads" in attrs and "h" in dims:  # how many are rotated, which has no default
+        attrs["heads"] = int(rng.integers(1, dims["h"] + 1))
     case = case._replace(dims={**case.dims, **{d: f(case.dims, attrs) for d, f in op.derived.items()}})
     large = np.arange(rows) + rng.integers(n)
 
