@@ -125,7 +125,7 @@ def test_import_does_not_search_all_modules(run: Run) -> None:
 def test_what_the_import_loads(run: Run, what_loads: Callable[[str, str, int], str]) -> None:
     """Rooms of ours, and nothing of others: what is added here is paid at every start."""
     program = what_loads("torch", "cute_ops_torch", 239)
-    core = "autotune composite constants declaration env errors expressions files hardware jit kernels mods ops"
+    core = "autotune composite constants declaration env errors expressions files garbage hardware jit kernels mods ops"
     ours = "composite distributed functions host library registry"
     names = [f"cute_ops.{name}" for name in (*core.split(), "version")] + [
         f"cute_ops_torch.{name}" for name in ours.split()
