@@ -2,7 +2,7 @@
 
 import operator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -17,25 +17,10 @@ from cute_ops.kernels.lib.copy import copy_vector, fragment, gmem_elements, gmem
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_layout import SMEM_PERCENT, row_address, row_count
 from cute_ops.kernels.norm.group_config import GroupConfig
-from cute_ops.kernels.norm.group_sums import ClusterChannels, ClusterNumbers, slope_of
+from cute_ops.kernels.norm.group_sums import ClusterChannels, ClusterNumbers, Tensors, slope_of
 
 # Parts of a thread's vectors that it waits for one after another.
 BATCHES = 4
-
-
-class Tensors(NamedTuple):
-    """The op's tensors, None where absent."""
-
-    x: Any
-    dy: Any
-    mean: Any
-    rstd: Any
-    weight: Any
-    bias: Any
-    out: Any
-    dx: Any
-    product: Any
-    total: Any
 
 
 # The compiler takes frozen dataclasses for values that loops do not change.
@@ -88,6 +73,11 @@ class GroupExamples:
         self.blocks, self.of_block = -(-self.c // self.width), self.width // self.d
         self.numbers = ClusterNumbers(self.values * self.of_block, self.cluster, self.stages)
         self.pdl = can_use_pdl(variant.arch)
+
+    @cute.jit
+    def __call__(self, *arguments):
+        tensors = named(Tensors, self.variant, arguments)
+        self.kernel(tensors).launch(**self.launched(tensors, arguments[-1]))
 
     def launched(self, tensors, stream):
         """The arguments of a launch."""
@@ -268,11 +258,6 @@ class GroupExamplesForward(GroupExamples):
     accuracy. Bytes moved per element: x and out once each.
     """
 
-    @cute.jit
-    def __call__(self, *arguments):
-        tensors = named(Tensors, self.variant, arguments)
-        self.kernel(tensors).launch(**self.launched(tensors, arguments[-1]))
-
     @cute.kernel
     def kernel(self, tensors):
         smem = cutlass.utils.SmemAllocator()
@@ -354,11 +339,6 @@ class GroupExamplesBackward(GroupExamples):
     def __init__(self, variant):
         super().__init__(variant)
         self.channels = ClusterChannels(self.width, self.cluster)
-
-    @cute.jit
-    def __call__(self, *arguments):
-        tensors = named(Tensors, self.variant, arguments)
-        self.kernel(tensors).launch(**self.launched(tensors, arguments[-1]))
 
     @cute.kernel
     def kernel(self, tensors):

@@ -3,7 +3,7 @@
 import operator
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -17,28 +17,20 @@ from cute_ops.kernels.lib.copy import copy_vector, fragment, gmem_elements, gmem
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_layout import SMEM_PERCENT, element_address, row_address, row_count
 from cute_ops.kernels.norm.group_config import GroupConfig
-from cute_ops.kernels.norm.group_sums import ClusterChannels, ClusterNumbers, slope_of
-
-
-class Tensors(NamedTuple):
-    """The op's tensors, None where absent."""
-
-    x: Any
-    dy: Any
-    mean: Any
-    rstd: Any
-    weight: Any
-    bias: Any
-    dx: Any
-    product: Any
-    total: Any
+from cute_ops.kernels.norm.group_sums import ClusterChannels, ClusterNumbers, Tensors, slope_of
 
 
 # The compiler takes frozen dataclasses for values that loops do not change.
 @dataclass(frozen=True)
 class Walk:
-    """What a thread knows of its group: the first element and the one after the last of its CTA's span, mean and rstd,
-    the groups of x and dy, and shared memory: their spans, and the channels' weights and biases.
+    """A thread's view of its group.
+
+    Attributes:
+        begin, end: the CTA's span of the group's elements; ``end`` is the one after the last.
+        mean, rstd: of the group.
+        sources: the group's elements of x and of dy, in memory.
+        spans: the CTA's spans of both, in shared memory.
+        weights, biases: of the group's channels, in shared memory.
     """
 
     begin: Any

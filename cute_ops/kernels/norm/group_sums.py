@@ -1,10 +1,27 @@
 """Sums of numbers over the CTAs of a cluster, and what the kernels of group norm share."""
 
+from typing import Any, NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from cute_ops.kernels.lib.activation import times_silu_derivative
+
+
+class Tensors(NamedTuple):
+    """Tensors of a group norm or of its gradient, None where the op lacks one."""
+
+    x: Any
+    dy: Any
+    mean: Any
+    rstd: Any
+    weight: Any
+    bias: Any
+    out: Any
+    dx: Any
+    product: Any
+    total: Any
 
 
 class ClusterNumbers:
