@@ -25,8 +25,8 @@ _GATED: dict[str, tuple[str, dict[str, Any]]] = {
     "gelu_new": ("gelu_mul", {"approximate": "tanh"}),
     "gelu_pytorch_tanh": ("gelu_mul", {"approximate": "tanh"}),
 }
-# Kernels read tables that sequences share otherwise than those of one sequence.
-BATCHES = (2, 1)
+# Numbers of sequences: kernels read a table that several share with another config than the table of one.
+_BATCHES = (1, 2)
 # What configurations call the number of experts.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
@@ -107,7 +107,7 @@ def _norms(config: Mapping[str, Any], dtype: str, train: bool) -> Iterator[Call]
     hidden, name = config["hidden_size"], str(config.get("model_type", ""))
     attrs = {"eps": float(config["rms_norm_eps"])} | ({"weight_offset": 1.0} if name.startswith("gemma") else {})
     yield from _rows("rmsnorm", {"x": hidden, "weight": hidden}, dtype, attrs, train=train)
-    if name.startswith(("qwen3", "gemma3")):
+    if _norms_heads(config):
         heads = config.get("num_attention_heads", 1)
         size = config.get("head_dim") or hidden // heads
         sizes = {"x": size, "weight": size}
@@ -161,12 +161,10 @@ def _experts(config: Mapping[str, Any], activation: Any, dtype: str, train: bool
         yield Call("gathered_dots", {"y": rows, "index": place, "dout": rows})
     if activation in _GATED and size:
         gated, attrs = _GATED[activation]
-        yield from _rows(
-            "swiglu" if gated == "silu_mul" else "geglu", {"x": 2 * size}, dtype, attrs, train=False, lead=(ROWS,)
-        )
+        op = "swiglu" if gated == "silu_mul" else "geglu"
+        yield from _rows(op, {"x": 2 * size}, dtype, attrs, train=False, lead=(ROWS,))
         if train:
-            step = "swiglu_bwd" if gated == "silu_mul" else "geglu_bwd"
-            yield from _rows(step, {"x": 2 * size, "dout": size}, dtype, attrs, train=False, lead=(ROWS,))
+            yield from _rows(f"{op}_bwd", {"x": 2 * size, "dout": size}, dtype, attrs, train=False, lead=(ROWS,))
 
 
 def _count(config: Mapping[str, Any], *names: str) -> int:
@@ -188,11 +186,11 @@ def _rotations(config: Mapping[str, Any], dtype: str, train: bool) -> Iterator[C
             # When a token is generated there is one position, and the half of its table is compact.
             for positions, memory in ((ROWS, halves), (1, {}))[: 2 if name == "rope" else 1]:
                 table = Array((positions, size // 2), dtype)
-                for batch in BATCHES:
+                for batch in _BATCHES:
                     inputs = {rotated: Array((batch, positions, count, size), dtype), "cos": table, "sin": table}
-                    yield Call(name, inputs, memory=memory)
-                if positions > 1 and exchanged == name:
-                    yield from (_exchanged(Call(name, inputs, memory=memory), batch) for batch in (1, 2))
+                    yield (call := Call(name, inputs, memory=memory))
+                    if positions > 1 and exchanged == name:
+                        yield _exchanged(call, batch)
     yield from _normed_rotations(config, (heads, keys, size), dtype, train)
     if train and dtype != "float32":
         yield from _products_of_heads(config, (heads, keys, size), dtype)
@@ -243,14 +241,14 @@ def _rotated_back(heads: int, keys: int, size: int, dtype: str, exchanged: bool)
     halves = {name: Memory((size, 1)) for name in ("cos", "sin")}
     counts = {"dq": heads, "dk": keys}
     table = Array((ROWS, size // 2), dtype)
-    for batch in BATCHES:
+    for batch in _BATCHES:
         together = Array((batch, ROWS, sum(counts.values()), size), dtype)
         yield Call("rope", {"x": together, "cos": table, "sin": table}, memory=halves)
         inputs = {name: Array((batch, ROWS, count, size), dtype) for name, count in counts.items()}
         joined = Call("rope_bwd_joined", {**inputs, "dv": inputs["dk"], "cos": table, "sin": table}, memory=halves)
         yield joined
-    if exchanged:
-        yield from (_exchanged(joined, batch) for batch in (1, 2))
+        if exchanged:
+            yield _exchanged(joined, batch)
 
 
 def _attention(config: Mapping[str, Any], dtype: str, train: bool) -> Iterator[Call]:
