@@ -11,24 +11,14 @@ import numpy as np
 import pytest
 
 import cute_ops_jax
-from cute_ops import FLOATS, Op, Tensor, fused_linear, widen
+from cute_ops import FLOATS, Op, Tensor, fused_linear
 from cute_ops_jax.fusion import Own
+from tests.ops.unit_rows import unit, unit_gradient
 
 ROWS = Tensor("*m n", "T")
 X = jnp.asarray(np.random.default_rng(3).standard_normal((2, 3, 16)), jnp.float32)
 W = jnp.asarray(np.random.default_rng(4).standard_normal((8, 16)), jnp.float32)
 B = jnp.asarray(np.random.default_rng(5).standard_normal(8), jnp.float32)
-
-
-def unit(xp: Any, x: Any, *, eps: float) -> Any:
-    (wide,) = widen(xp, x)
-    scale = 1 / xp.sqrt(xp.sum(wide * wide, axis=-1) + eps)
-    return xp.astype(wide * scale[..., None], x.dtype), scale
-
-
-def unit_gradient(xp: Any, out: Any, scale: Any, dout: Any) -> Any:
-    y, s, dy = widen(xp, out, scale, dout)
-    return xp.astype(s[..., None] * (dy - y * xp.sum(y * dy, axis=-1, keepdims=True)), out.dtype)
 
 
 # An output that is kept for the gradient, as in docs/row_kernel.md.

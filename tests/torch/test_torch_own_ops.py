@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from cute_ops import FLOATS, Op, Tensor, fused, fused_linear, widen
 from cute_ops_torch import inductor
 from cute_ops_torch.inductor import Own
+from tests.ops.unit_rows import unit, unit_gradient
 from tests.torch.drawn_programs import only_the_pass, through_autograd, with_graphs_after_autograd
 
 N = 16
@@ -81,19 +82,9 @@ def test_a_row_kernel_with_any_value_of_its_attribute() -> None:
 
 def test_what_is_kept_for_the_gradient_need_not_be_in_the_model() -> None:
     """Nor must a reference's reductions keep their dim: the op of docs/row_kernel.md."""
-
-    def unit(xp: Any, x: Any, *, eps: float) -> Any:
-        (wide,) = widen(xp, x)
-        scale = 1 / xp.sqrt(xp.sum(wide * wide, axis=-1) + eps)
-        return xp.astype(wide * scale[..., None], x.dtype), scale
-
-    def gradient(xp: Any, out: Any, scale: Any, dout: Any) -> Any:
-        y, s, dy = widen(xp, out, scale, dout)
-        return xp.astype(s[..., None] * (dy - y * xp.sum(y * dy, axis=-1, keepdims=True)), out.dtype)
-
     scale = Tensor("*m", "float32", hidden=True)
     saved = {"out": X, "scale": scale._replace(hidden=False), "dout": X}
-    backward = own("own_unit_bwd", gradient, inputs=saved, outputs={"dx": X})
+    backward = own("own_unit_bwd", unit_gradient, inputs=saved, outputs={"dx": X})
     outputs, more = {"out": X, "scale": scale}, {"attrs": {"eps": 1e-12}, "no_gradient": ("eps",)}
     op = own("own_unit", unit, outputs=outputs, grad=backward, **more)
     function = lambda x: x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)  # noqa: E731
