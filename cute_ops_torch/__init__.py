@@ -15,7 +15,7 @@ from cute_ops.garbage import without_collections
 
 with without_collections():
     from cute_ops_torch import functions
-    from cute_ops_torch.composite import dispatched as dispatched  # ops
+    from cute_ops_torch.composite import dispatched as dispatched  # defines ops
     from cute_ops_torch.distributed.import_hook import when_imported
     from cute_ops_torch.registry import register
 

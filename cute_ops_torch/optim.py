@@ -100,7 +100,7 @@ class AdamW(torch.optim.Optimizer):
         return loss
 
     def _step(self, group: dict[str, Any]) -> None:
-        """One step on a group. Host time counts: the kernel of a small parameter takes less than the next launch."""
+        """One step on a group: small parameters by a launch for many, large ones by a launch for each."""
         _check(group)
         slopes = {p: grad for p in group["params"] if (grad := p.grad) is not None}
         if any(grad.is_sparse for grad in slopes.values()):

@@ -83,8 +83,17 @@ def flat(config: Any, op: str) -> dict[str, Any]:
 
 
 class Problem(NamedTuple):
-    """What a heuristic may look at: sizes; dtypes and alignments by tensor name; the target; the contiguous dim of
-    tensors that declare several; and inputs that broadcast, if they have fewer rows than the op.
+    """A call's sizes, dtypes and target, from which a heuristic chooses a config.
+
+    Attributes:
+        m: rows.
+        n: columns; None where they are no compile-time constant.
+        dims: all sizes by dim name.
+        dtypes, aligns: of each tensor, by name; alignments in bytes.
+        attrs: attributes by name.
+        arch, sm_count: of the target.
+        contiguous: the contiguous dim of each tensor that declares several.
+        shared: inputs that are broadcast over rows, since they have fewer than the op.
     """
 
     m: int
