@@ -66,6 +66,7 @@ def test_clusters_read_groups_once(silu: bool) -> None:
         call = call._replace(attrs=attrs)
         config = call.planned()[1].variant.config
         assert config["form"] == "smem" and (config["cluster"] > 1 or name == "group_norm_examples_bwd")
+        assert config.get("keep", 0) == (silu and name.endswith("bwd"))
         kernel_calls.check(call, watched=n < 100)
 
 
@@ -95,11 +96,12 @@ def test_examples_of_any_sizes_fit_a_cta() -> None:
                          for k, t in op.inputs.items()}  # fmt: skip
                 where = {k: kernel_calls.place(op.inputs[k], np.broadcast_to(np.float32(0), a.shape), layout)
                          for k, a in given.items()}  # fmt: skip
-                attrs = {"groups": groups} if "groups" in op.attrs else {}
+                attrs = {"silu": bool(rng.integers(2)), **({"groups": groups} if "groups" in op.attrs else {})}
                 arch = str(rng.choice(["sm_80", "sm_89", "sm_90a", "sm_120a"]))
                 variant = plan(bind(op, given, attrs), where, parse(arch)).variant
                 kernel = getattr(module, variant.kernel.partition(":")[2])(variant)
-                vectors = kernel.vec * kernel.threads * kernel.per_thread * itemsize * inputs
+                held = itemsize + 4 if kernel.config.keep else itemsize * inputs
+                vectors = kernel.vec * kernel.threads * kernel.per_thread * held
                 sums = 4 * kernel.width * (kernel.depth + 2 * kernel.helpers) + 8 * kernel.width * (inputs > 1)
                 taken = sums + vectors * (kernel.config.form == "smem")
                 assert kernel.threads <= MAX_THREADS, (variant.config, sizes, arch)

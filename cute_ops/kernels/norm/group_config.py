@@ -19,6 +19,8 @@ class GroupConfig(KernelConfig):
         team: threads that take a channel together; with channels last 0.
         width: channels of a cluster, whole groups, with channels last; else 0.
         vec: channels of a thread, with channels last; else 0.
+        keep: whether the gradient to what the activation is of stays in shared memory in fp32, in place of dy: an
+            exponential and a quotient for each element are computed once.
     """
 
     form: Literal["smem", "passes"]
@@ -28,3 +30,4 @@ class GroupConfig(KernelConfig):
     team: int = 0
     width: int = 0
     vec: int = 0
+    keep: bool = False

@@ -17,7 +17,7 @@ from cute_ops.kernels.lib.copy import copy_vector, fragment, gmem_elements, gmem
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_layout import SMEM_PERCENT, row_address, row_count
 from cute_ops.kernels.norm.group_config import GroupConfig
-from cute_ops.kernels.norm.group_sums import ClusterChannels, ClusterNumbers, Tensors, slope_of
+from cute_ops.kernels.norm.group_sums import ClusterChannels, ClusterNumbers, KeptSlopes, Tensors, slope_of
 
 # Parts of a thread's vectors that it waits for one after another.
 BATCHES = 4
@@ -140,19 +140,17 @@ class GroupExamples:
         """Wait for a batch: what is added up first is so while later ones are on their way."""
         cute.arch.cp_async_wait_group(self.batches - 1 - batch)
 
-    def read(self, tensors, slots, place, k):
-        """A thread's k-th vector of each input, in fp32."""
-        found = []
-        for sX, name in zip(slots, self.inputs):
-            mX = getattr(tensors, name)
-            rX = fragment(mX.element_type, self.vec)
-            if sX is None:
-                for piece, start in self.accesses(rX, self.address(mX, name, place, k)):
-                    load(piece, start)
-            else:
-                cute.autovec_copy(sX[None, cute.arch.thread_idx()[0], k], rX)
-            found.append(widen(rX))
-        return found
+    def read(self, tensors, slots, place, k, i=0):
+        """A thread's k-th vector of the i-th input, in fp32."""
+        sX, name = slots[i], self.inputs[i]
+        mX = getattr(tensors, name)
+        rX = fragment(mX.element_type, self.vec)
+        if sX is None:
+            for piece, start in self.accesses(rX, self.address(mX, name, place, k)):
+                load(piece, start)
+        else:
+            cute.autovec_copy(sX[None, cute.arch.thread_idx()[0], k], rX)
+        return widen(rX)
 
     def accesses(self, rX, address):
         """A vector in memory by what one access reads or writes: parts of the fragment, and their addresses."""
@@ -296,7 +294,7 @@ class GroupExamplesForward(GroupExamples):
             self.arrived(batch)
             begin, end = self.of_batch(place, batch)
             for k in cutlass.range(begin, end, unroll=2):
-                (x,) = self.read(tensors, slots, place, k)
+                x = self.read(tensors, slots, place, k)
                 for j in cutlass.range_constexpr(self.vec):
                     apart = x[j] - mean[j]
                     rSum[j] = rSum[j] + (apart * apart if const_expr(squares) else x[j])
@@ -307,7 +305,7 @@ class GroupExamplesForward(GroupExamples):
     ):  # fmt: skip
         mean, rstd, weight, bias = numbers
         for k in cutlass.range(place.count, unroll=2):
-            (x,) = self.read(tensors, slots, place, k)
+            x = self.read(tensors, slots, place, k)
             rOut = fragment(Float32, self.vec)
             for j in cutlass.range_constexpr(self.vec):
                 y = (x[j] - mean[j]) * rstd[j]
@@ -329,6 +327,7 @@ class GroupExamplesForward(GroupExamples):
 class GroupExamplesBackward(GroupExamples):
     """Gradients as of :class:`~cute_ops.kernels.norm.group_rows.GroupRowsBackward`.
 
+    Shared memory: with ``keep`` also as :class:`KeptSlopes`.
     Bytes moved per element: x, dy and dx once each.
     """
 
@@ -344,6 +343,7 @@ class GroupExamplesBackward(GroupExamples):
     def kernel(self, tensors):
         smem = cutlass.utils.SmemAllocator()
         slots, sums, owned = self.slots(smem, tensors), self.allocate(smem), self.channels.allocate(smem)
+        kept = KeptSlopes.over(smem, slots[1]) if const_expr(self.config.keep) else None
         self.channels.prepare(owned)
         self.numbers.prepare(sums[2])
         place, start = self.place()
@@ -351,11 +351,12 @@ class GroupExamplesBackward(GroupExamples):
         self.fetch(tensors, slots, place)
         weight, bias = (self.columns(mW, place) for mW in (tensors.weight, tensors.bias))
         mean, rstd = (self._numbers(getattr(tensors, name), name, place) for name in ("mean", "rstd"))
-        numbers = mean, rstd, weight, bias
+        scale = rstd if const_expr(weight is None) else [rstd[j] * weight[j] for j in range(self.vec)]
+        numbers = mean, rstd, scale, bias
         self.numbers.ready(sums[2])
         self.channels.ready(owned)
         found = [fragment(Float32, self.vec, 0.0) for _ in range(2)]
-        self._sum(tensors, slots, place, found, numbers)
+        self._sum(tensors, slots, kept, place, found, numbers)
         for which in cutlass.range_constexpr(2):
             self.add_up(found[which], sums, place, which)
         cute.arch.barrier()
@@ -366,7 +367,7 @@ class GroupExamplesBackward(GroupExamples):
         let_next_start(self.pdl)
         if const_expr(tensors.dx is not None):
             pulls = [self.means(sums, place, 0, which) for which in range(2)]
-            self._write(tensors, slots, place, numbers, pulls)
+            self._write(tensors, slots, kept, place, numbers, pulls)
         self.channels.wait(owned)
         self._store_sums(tensors, owned, start)
 
@@ -377,27 +378,36 @@ class GroupExamplesBackward(GroupExamples):
             return [g[place.channel // self.d]] * self.vec
         return [g[(place.channel + j) // self.d] for j in range(self.vec)]
 
-    def _slope(self, numbers, x, dy, j):
-        """(x normalised, the gradient of what is scaled and shifted) of a vector's j-th element."""
-        mean, rstd, weight, bias = numbers
-        normed = (x[j] - mean[j]) * rstd[j]
-        w, b = (None if each is None else each[j] for each in (weight, bias))
-        return normed, slope_of(dy[j], normed, w, b, self.silu)
+    def _slopes(self, tensors, slots, kept, place, numbers, apart, k):
+        """The gradients to what the activation is of, of a thread's k-th vector; ``apart``: x less the mean."""
+        if kept is not None:
+            return kept.load(cute.arch.thread_idx()[0], k)
+        _, _, scale, bias = numbers
+        dy = self.read(tensors, slots, place, k, 1)
+        each = [None if bias is None else bias[j] for j in range(self.vec)]
+        return [slope_of(dy[j], apart[j], scale[j], each[j], self.silu) for j in range(self.vec)]
 
     @cute.jit
     def _sum(
-        self, tensors: cutlass.Constexpr, slots: cutlass.Constexpr, place: cutlass.Constexpr, found: cutlass.Constexpr,
-        numbers: cutlass.Constexpr,
+        self, tensors: cutlass.Constexpr, slots: cutlass.Constexpr, kept: cutlass.Constexpr, place: cutlass.Constexpr,
+        found: cutlass.Constexpr, numbers: cutlass.Constexpr,
     ):  # fmt: skip
+        mean, rstd, _, _ = numbers
         for batch in cutlass.range_constexpr(self.batches):
             self.arrived(batch)
             begin, end = self.of_batch(place, batch)
             for k in cutlass.range(begin, end, unroll=2):
-                x, dy = self.read(tensors, slots, place, k)
+                x, rSlope = self.read(tensors, slots, place, k), fragment(Float32, self.vec)
+                apart = [x[j] - mean[j] for j in range(self.vec)]
+                slopes = self._slopes(tensors, slots, None, place, numbers, apart, k)
                 for j in cutlass.range_constexpr(self.vec):
-                    normed, slope = self._slope(numbers, x, dy, j)
-                    found[0][j] = found[0][j] + slope * normed
-                    found[1][j] = found[1][j] + slope
+                    rSlope[j] = slopes[j]
+                    found[0][j] = found[0][j] + slopes[j] * apart[j]
+                    found[1][j] = found[1][j] + slopes[j]
+                if const_expr(kept is not None):
+                    kept.store(rSlope, cute.arch.thread_idx()[0], k)
+        for j in cutlass.range_constexpr(self.vec):
+            found[0][j] = found[0][j] * rstd[j]
 
     @cute.jit
     def _tell_channels(
@@ -431,16 +441,15 @@ class GroupExamplesBackward(GroupExamples):
 
     @cute.jit
     def _write(
-        self, tensors: cutlass.Constexpr, slots: cutlass.Constexpr, place: cutlass.Constexpr,
+        self, tensors: cutlass.Constexpr, slots: cutlass.Constexpr, kept: cutlass.Constexpr, place: cutlass.Constexpr,
         numbers: cutlass.Constexpr, pulls: cutlass.Constexpr,
     ):  # fmt: skip
-        (_, rstd, weight, _), each = numbers, range(self.vec)
-        pull, push = ([mean[j] * rstd[j] for j in each] for mean in pulls)
-        scale = rstd if const_expr(weight is None) else [rstd[j] * weight[j] for j in each]
+        (mean, rstd, scale, _), each = numbers, range(self.vec)
+        pull, push = ([of_group[j] * rstd[j] for j in each] for of_group in pulls)
         for k in cutlass.range(place.count, unroll=2):
-            x, dy = self.read(tensors, slots, place, k)
-            rOut = fragment(Float32, self.vec)
+            x = self.read(tensors, slots, place, k)
+            apart, rOut = [x[j] - mean[j] for j in each], fragment(Float32, self.vec)
+            slopes = self._slopes(tensors, slots, kept, place, numbers, apart, k)
             for j in cutlass.range_constexpr(self.vec):
-                normed, slope = self._slope(numbers, x, dy, j)
-                rOut[j] = slope * scale[j] - push[j] - normed * pull[j]
+                rOut[j] = slopes[j] * scale[j] - push[j] - apart[j] * rstd[j] * pull[j]
             self.write(tensors.dx, "dx", place, k, rOut)

@@ -17,7 +17,7 @@ from cute_ops.kernels.lib.copy import copy_vector, fragment, gmem_elements, gmem
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_layout import SMEM_PERCENT, element_address, row_address, row_count
 from cute_ops.kernels.norm.group_config import GroupConfig
-from cute_ops.kernels.norm.group_sums import ClusterChannels, ClusterNumbers, Tensors, slope_of
+from cute_ops.kernels.norm.group_sums import ClusterChannels, ClusterNumbers, KeptSlopes, Tensors, slope_of
 
 
 # The compiler takes frozen dataclasses for values that loops do not change.
@@ -30,6 +30,7 @@ class Walk:
         mean, rstd: of the group.
         sources: the group's elements of x and of dy, in memory.
         spans: the CTA's spans of both, in shared memory.
+        slopes: what takes the place of dy there; None where it is computed twice.
         weights, biases: of the group's channels, in shared memory.
     """
 
@@ -39,6 +40,7 @@ class Walk:
     rstd: Any
     sources: Any
     spans: Any
+    slopes: Any
     weights: Any
     biases: Any
 
@@ -65,7 +67,8 @@ class GroupRowsBackward:
     Tile: the CTAs of a cluster share a group, each a span of whole vectors. A team of ``team`` threads takes a channel
     of the span after another, for sums first and then for the gradient. In the form ``smem`` the span is copied to
     shared memory once; with ``passes`` it is read twice, by vectors as wide as channels allow.
-    Shared memory: the span of x and dy; 8 bytes for each channel and warp of a team, 8 more for a channel.
+    Shared memory: the span of x and dy, with ``keep`` as :class:`KeptSlopes`; 8 bytes for each channel and warp of a
+    team, 8 more for a channel.
     Bytes moved per element: x, dy and dx once each.
     """
 
@@ -105,6 +108,7 @@ class GroupRowsBackward:
             rank = 0
         smem = cutlass.utils.SmemAllocator()
         spans = [self._span(smem, mX) for mX in (tensors.x, tensors.dy)]
+        slopes = KeptSlopes.over(smem, spans[1]) if const_expr(self.config.keep and self.vec == self.unit) else None
         sums = smem.allocate_tensor(
             Float32, cute.make_layout((2, self.warps, self.most), stride=(1, 2, 2 * self.warps)), byte_alignment=16
         )
@@ -133,7 +137,7 @@ class GroupRowsBackward:
         self.channels.ready(owned)
         cute.arch.cp_async_wait_group(0)
         cute.arch.barrier()
-        walk = Walk(begin, end, mean, rstd, sources, spans, *parameters)
+        walk = Walk(begin, end, mean, rstd, sources, spans, slopes, *parameters)
         self._add_up(walk, sums)
         cute.arch.barrier()
         if cute.arch.thread_idx()[0] < WARP:
@@ -193,17 +197,28 @@ class GroupRowsBackward:
         upper = cutlass.min((channel + 1) * self.s, walk.end)
         return lower, Int32(cutlass.select_(here, upper, lower))
 
-    def _read(self, walk, channel, e):
-        """The vectors of x and dy from a channel's element on, in fp32."""
-        found = []
-        for sX, source in zip(walk.spans, walk.sources):
-            rX = fragment(source.dtype, self.vec)
-            if sX is None:
-                load(rX, source.at(channel, e))
-            else:
-                cute.autovec_copy(sX[None, (e - walk.begin) // self.vec], rX)
-            found.append(widen(rX))
-        return found
+    def _numbers(self, walk, place):
+        """What a channel is scaled with, and its bias."""
+        weight, bias = (None if sW is None else sW[place] for sW in (walk.weights, walk.biases))
+        return walk.rstd if weight is None else walk.rstd * weight, bias
+
+    def _read(self, walk, i, channel, e):
+        """The vector of x or, with ``i`` 1, of dy from a channel's element on, in fp32."""
+        sX, source = walk.spans[i], walk.sources[i]
+        rX = fragment(source.dtype, self.vec)
+        if sX is None:
+            load(rX, source.at(channel, e))
+        else:
+            cute.autovec_copy(sX[None, (e - walk.begin) // self.vec], rX)
+        return widen(rX)
+
+    def _slopes(self, walk, x, channel, numbers, e):
+        """The gradients to what the activation is of, from a channel's element on."""
+        if walk.slopes is not None:
+            return walk.slopes.load((e - walk.begin) // self.vec)
+        scale, bias = numbers
+        dy = self._read(walk, 1, channel, e)
+        return [slope_of(dy[j], x[j] - walk.mean, scale, bias, self.silu) for j in range(self.vec)]
 
     @cute.jit
     def _add_up(self, walk: cutlass.Constexpr, sums: cute.Tensor):
@@ -214,21 +229,24 @@ class GroupRowsBackward:
             here = place < count
             safe = cutlass.min(place, self.most - 1)
             lower, upper = self._bounds(walk, first + place, here)
-            weight, bias = (None if sW is None else sW[safe] for sW in (walk.weights, walk.biases))
+            scale, bias = self._numbers(walk, safe)
             product, total = Float32(0.0), Float32(0.0)
             for e in cutlass.range(lower + lane * self.vec, upper, self.team * self.vec, unroll=2):
-                x, dy = self._read(walk, first + place, e)
+                x, dy = (self._read(walk, i, first + place, e) for i in range(2))
+                rSlope = fragment(Float32, self.vec)
                 for j in cutlass.range_constexpr(self.vec):
-                    normed = (x[j] - walk.mean) * walk.rstd
-                    slope = slope_of(dy[j], normed, weight, bias, self.silu)
-                    product = product + slope * normed
-                    total = total + slope
+                    apart = x[j] - walk.mean
+                    rSlope[j] = slope_of(dy[j], apart, scale, bias, self.silu)
+                    product = product + rSlope[j] * apart
+                    total = total + rSlope[j]
+                if const_expr(walk.slopes is not None):
+                    walk.slopes.store(rSlope, (e - walk.begin) // self.vec)
             together = min(self.team, WARP)
             product, total = (
                 cute.arch.warp_reduction(value, operator.add, threads_in_group=together) for value in (product, total)
             )
             if here & (lane % together == 0):
-                sums[0, lane // WARP, safe] = product
+                sums[0, lane // WARP, safe] = product * walk.rstd
                 sums[1, lane // WARP, safe] = total
 
     @cute.jit
@@ -287,13 +305,11 @@ class GroupRowsBackward:
             place = i * (self.threads // self.team) + team
             safe = cutlass.min(place, self.most - 1)
             lower, upper = self._bounds(walk, first + place, place < count)
-            weight, bias = (None if sW is None else sW[safe] for sW in (walk.weights, walk.biases))
-            scale = walk.rstd if const_expr(weight is None) else walk.rstd * weight
+            numbers = self._numbers(walk, safe)
             for e in cutlass.range(lower + lane * self.vec, upper, self.team * self.vec, unroll=2):
-                x, dy = self._read(walk, first + place, e)
-                rOut = fragment(Float32, self.vec)
+                x = self._read(walk, 0, first + place, e)
+                slopes, rOut = self._slopes(walk, x, first + place, numbers, e), fragment(Float32, self.vec)
                 for j in cutlass.range_constexpr(self.vec):
                     normed = (x[j] - walk.mean) * walk.rstd
-                    slope = slope_of(dy[j], normed, weight, bias, self.silu)
-                    rOut[j] = slope * scale - push - normed * pull
+                    rOut[j] = slopes[j] * numbers[0] - push - normed * pull
                 store(narrow(rOut.load(), target.dtype, self.vec), target.at(first + place, e))

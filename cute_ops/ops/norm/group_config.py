@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Literal
 
 from cute_ops.declaration.config import Problem
@@ -35,26 +36,42 @@ def rows_bwd(problem: Problem) -> GroupConfig:
     dims, itemsize = problem.dims, ITEMSIZE[problem.dtypes["x"]]
     positions, unit, largest = dims["n"], VECTOR_BYTES // itemsize, ARCHES[problem.arch].cluster
     n, room = dims["d"] * positions, ring_bytes(problem)
-    cluster = _cluster_of_rows(n, itemsize, largest)
-    span = -(-n // (cluster * unit)) * unit
-    slot = 2 * span * itemsize
+    for keep in _kept(problem):
+        each = _bytes_held(itemsize, 2, keep)
+        cluster = _cluster_of_rows(n * each, largest)
+        span = -(-n // (cluster * unit)) * unit
+        slot = span * each
+        if slot <= room - RESERVED_BYTES - 16 * dims["d"]:
+            break
+    else:
+        slot = 0
     aligned = min(problem.aligns[name] for name in ("x", "dy") if name in problem.aligns)
     # A row that is aligned may end within a vector.
-    if aligned < VECTOR_BYTES or positions % unit or slot > room - RESERVED_BYTES - 16 * dims["d"]:
+    if aligned < VECTOR_BYTES or positions % unit or not slot:
         cluster = min(_cluster_of_passes(n), largest)
         span, slot = -(-n // (cluster * unit)) * unit, 0
     vec = next(v for v in (8, 4, 2, 1) if v <= min(unit, aligned // itemsize) and positions % v == 0)
     threads = min(max(next_power(-(-span // (vec * VECTORS))), WARP), MOST_THREADS)
     resident = max(min(SM_THREADS // threads, room // slot if slot else SM_THREADS, ARCHES[problem.arch].ctas), 1)
     team = _team(threads, min(-(-span // positions), dims["d"]), -(-min(positions, span) // vec))
-    return GroupConfig("smem" if slot else "passes", threads, cluster, resident, team)
+    return GroupConfig("smem" if slot else "passes", threads, cluster, resident, team, keep=keep and slot > 0)
 
 
-def _cluster_of_rows(n: int, itemsize: int, largest: int) -> int:
-    """CTAs that share a group of n elements of two inputs."""
+def _kept(problem: Problem) -> tuple[bool, ...]:
+    """Whether gradients to what the activation is of may be kept, preferred first."""
+    return (True, False) if problem.attrs["silu"] and "dy" in problem.dtypes else (False,)
+
+
+def _bytes_held(itemsize: int, inputs: int, keep: bool) -> int:
+    """Bytes of shared memory for each element of so many inputs; ``keep``: of the last in fp32."""
+    return itemsize * (inputs - keep) + 4 * keep
+
+
+def _cluster_of_rows(size: int, largest: int) -> int:
+    """CTAs that share a group of so many bytes."""
     cluster = 1
     while cluster < largest:
-        if 2 * n * itemsize <= cluster * (SMALL_CTA_BYTES if cluster < SMALL_CLUSTER else CTA_BYTES):
+        if size <= cluster * (SMALL_CTA_BYTES if cluster < SMALL_CLUSTER else CTA_BYTES):
             break
         cluster *= 2
     return cluster
@@ -80,29 +97,28 @@ def examples(problem: Problem) -> GroupConfig:
     positions, channels, groups = dims["m"], dims["n"], problem.attrs.get("groups") or dims["g"]
     inputs = [name for name in ("x", "dy") if name in problem.aligns]
     aligned = min(problem.aligns[name] for name in inputs)
-    limits, room, each, unit = (
-        ARCHES[problem.arch],
-        ring_bytes(problem),
-        itemsize * len(inputs),
-        VECTOR_BYTES // itemsize,
-    )
+    limits, room, unit = ARCHES[problem.arch], ring_bytes(problem), VECTOR_BYTES // itemsize
 
-    def made(width: int, cluster: int, vec: int, form: Literal["smem", "passes"]) -> tuple[GroupConfig, int]:
-        """A config, and the bytes of shared memory that it takes."""
+    def made(
+        width: int, cluster: int, vec: int, form: Literal["smem", "passes"], each: int = 0
+    ) -> tuple[GroupConfig, int]:  # fmt: skip
+        """A config, and the bytes of shared memory that it takes; ``each``: those of an element."""
         across, span = width // vec, -(-positions // cluster)
         wanted = -(-span * across // (LAST_VECTORS * WARP)) * WARP
         threads = _threads(across, min(max(wanted, WARP), LAST_THREADS))
-        slot = -(-span // (threads // across)) * threads * vec * each if form == "smem" else 0
+        slot = -(-span // (threads // across)) * threads * vec * each
         taken = slot + 4 * threads * vec + 16 * max(threads, width)
         resident = max(min(LAST_SM_THREADS // threads, room // taken, limits.ctas), 1)
         return GroupConfig(form, threads, cluster, resident, width=width, vec=vec), taken
 
     if aligned >= VECTOR_BYTES and channels % unit == 0:
-        widths = _widths(channels, groups, itemsize)
-        for width, cluster in _spread(positions, widths, (itemsize, each), limits.cluster):
-            found, taken = made(width, cluster, unit, "smem")
-            if taken + RESERVED_BYTES + 8 * width <= limits.shared_per_cta:
-                return found
+        widths = list(_widths(channels, groups, itemsize))
+        for keep in _kept(problem):
+            each = _bytes_held(itemsize, len(inputs), keep)
+            for width, cluster in _spread(positions, widths, (itemsize, each), limits.cluster):
+                found, taken = made(width, cluster, unit, "smem", each)
+                if taken + RESERVED_BYTES + 8 * width <= limits.shared_per_cta:
+                    return replace(found, keep=keep)
     width, vec = _of_passes(channels, groups, min(aligned, VECTOR_BYTES) // itemsize, unit)
     cluster = min(_cluster_of_passes(positions * width), next_power(positions), limits.cluster)
     return made(width, cluster, vec, "passes")[0]
