@@ -85,6 +85,7 @@ class AdamW(torch.optim.Optimizer):
         _check({**self.defaults, **param_group})
         super().add_param_group(param_group)
 
+    @torch.compiler.disable(reason="kernels are launched, and steps counted, by the host")  # type: ignore[untyped-decorator]
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step on every parameter that has a gradient; ``closure`` computes gradients and returns the loss."""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 
 from cute_ops_torch import optim
 from cute_ops_torch.optim import AdamW
@@ -383,3 +384,19 @@ def test_drawn_parameters(device: str, maximize: bool, monkeypatch: pytest.Monke
     for p, q in zip(ours, theirs, strict=True):
         limit = {torch.float32: 2e-6, torch.float16: 3e-3, torch.bfloat16: 3e-2}[p.dtype]
         torch.testing.assert_close(p.double(), q, rtol=limit, atol=limit, msg=lambda m: f"seed {seed}: {m}")
+
+
+def test_a_step_in_a_compiled_function() -> None:
+    """Dynamo leaves it out: traced, it was compiled anew for each number of steps, up to Dynamo's limit."""
+    weight = nn.Parameter(torch.ones(3, 4))
+    optimizer, compiles = AdamW([weight], lr=0.1, weight_decay=0.0), CompileCounter()
+
+    @torch.compile(backend=compiles)
+    def step(x: torch.Tensor) -> torch.Tensor:
+        weight.grad = x * 2
+        optimizer.step()
+        return weight * x
+
+    for count in range(1, 11):
+        torch.testing.assert_close(step(torch.ones(3, 4)).detach(), torch.full((3, 4), 1 - 0.1 * count))
+    assert compiles.frame_count == 2
