@@ -19,6 +19,7 @@ import json
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -242,13 +243,21 @@ class Turns:
                 self.row = self.trainer.row()
                 if self.profile:
                     print(self.trainer.kernels(self.profile), file=sys.stderr)
+                    self._report()
         except Exception as error:  # one model's failure is a row of the table
+            traceback.print_exc()
             self.row["status"] = first_line(error)
             self._free()
         if line:
             return None
         self._free()
         return self.row
+
+    def _report(self) -> None:
+        if "graph pass" in self.contender:
+            from cute_ops_torch import inductor
+
+            print(inductor.report(), file=sys.stderr)
 
     def _free(self) -> None:
         self.trainer = None
