@@ -202,6 +202,11 @@ def bind(equation: Any, inputs: Sequence[Any], **changed: Any) -> list[Any]:
     return list(made) if equation.primitive.multiple_results else [made]
 
 
+def run(jaxpr: ClosedJaxpr, arrays: Sequence[Any]) -> list[Any]:
+    """The outputs of a jaxpr."""
+    return list(core.jaxpr_as_fun(jaxpr)(*arrays))
+
+
 def constants_of_scan(params: Any) -> int:
     """How many of a scan's operands are the same in each step: the first ones."""
     if "num_consts" in params:

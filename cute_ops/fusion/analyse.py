@@ -17,7 +17,9 @@ from cute_ops.fusion.named import Named, uncast
 from cute_ops.fusion.region import Region, partition
 from cute_ops.fusion.repeated import Expressing
 
-_CALLS = ("rope", "cross_entropy", "linear_cross_entropy")
+_CALLS = (
+    "rope", "cross_entropy", "linear_cross_entropy", "cross_entropy_metrics", "linear_cross_entropy_metrics",
+)  # fmt: skip
 
 
 class Found:
@@ -66,11 +68,11 @@ class Found:
 
 
 class Call:
-    """One node that an op computes which is no expression.
+    """A node that an op computes which is no expression, perhaps with others.
 
     Attributes:
         named: the op's call.
-        roots: the node.
+        roots: the node, and those that the call gives beside it.
         rows: its leading dims.
         n: its last dim.
     """
@@ -78,7 +80,7 @@ class Call:
     meaning = None
 
     def __init__(self, call: Named, root: Node) -> None:
-        self.named, self.roots = call, (root,)
+        self.named, self.roots = call, (root, *call.beside)
         self.rows: Shape = root.shape[:-1]
         self.n = root.shape[-1] if root.shape else None
 

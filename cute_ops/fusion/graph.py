@@ -50,10 +50,11 @@ class Graph:
         nodes: all of them.
         outputs: what the program returns, or keeps.
         named: by opaque node the op that it is.
+        metrics: whether a loss may give what the program reads of its logits beside it.
     """
 
-    def __init__(self, exact: bool = False, flat: bool = False) -> None:
-        self.exact, self.flat = exact, flat
+    def __init__(self, exact: bool = False, flat: bool = False, metrics: bool = False) -> None:
+        self.exact, self.flat, self.metrics = exact, flat, metrics
         self.named: dict[Node, named.Named] = {}
         self.nodes: list[Node] = []
         self.outputs: list[Node] = []
@@ -264,6 +265,12 @@ class Graph:
     def iota(self, axis: int, shape: Shape, dtype: str) -> Node:
         """The place of each element along an axis."""
         return self._call(named.Named("iota", attrs={"axis": axis}), shape, dtype)
+
+    def argmax(self, x: Node, shape: Shape, dtype: str) -> Node:
+        """The place of the largest element of each row, the first of several."""
+        call = named.Named("argmax", ("x",), (x,), (x.shape,))
+        known = next((user for user in x.users if self.named.get(user) == call and user.dtype == dtype), None)
+        return known or self._call(call, shape, dtype)
 
     def _counts(self, node: Node) -> bool:
         """Whether a value's elements are places along an axis."""

@@ -53,7 +53,7 @@ def terms_of(
     """
     import numpy as np
 
-    if expression is not None and (True not in at_target or not _is_analytic(expression)):
+    if expression is not None and (True not in at_target or not is_analytic(expression)):
         return None
     columns = n if expression is not None and _depends_on_length(expression) else _COLUMNS
     if not isinstance(columns, int):
@@ -71,6 +71,23 @@ def terms_of(
     return _terms(terms, value[:, 0], np)
 
 
+@lru_cache(256)
+def is_lse(expression: Expression) -> bool:
+    """Whether an expression of logits is their log-sum-exp."""
+    import numpy as np
+
+    if not is_analytic(expression) or len(expression.outputs) != 1:
+        return False
+    rng = np.random.default_rng(8)
+    for columns in (_COLUMNS, _COLUMNS + 13):
+        x = rng.standard_normal((_ROWS, columns)) * 2 + rng.standard_normal((_ROWS, 1))
+        lse = np.log(np.sum(np.exp(x), -1, keepdims=True))
+        value = evaluate(expression, np, [x] * len(expression.operands))[0]
+        if value.shape != lse.shape or not np.allclose(value, lse, rtol=1e-10, atol=1e-10):
+            return False
+    return True
+
+
 def _terms(terms: np.ndarray[Any, Any], value: np.ndarray[Any, Any], np: Any) -> Terms | None:
     half = _ROWS // 2
     found = np.linalg.lstsq(terms[:half], value[:half], rcond=None)[0]
@@ -85,7 +102,7 @@ def _terms(terms: np.ndarray[Any, Any], value: np.ndarray[Any, Any], np: Any) ->
     return Terms(round(factor) if one else factor, shortest(smoothing), shortest(z_loss))
 
 
-def _is_analytic(expression: Expression) -> bool:
+def is_analytic(expression: Expression) -> bool:
     """Whether an expression has only analytic functions, beside the maximum of a row that shifts its exponents."""
     nodes = expression.nodes
     waiting, seen = list(expression.outputs), set[int]()

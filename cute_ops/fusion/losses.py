@@ -1,26 +1,24 @@
 """Cross entropies: where a graph picks one element of each row, the nodes up to the row's loss become one call.
 
 What follows a loss, such as a mask or a mean, stays beside it. If nothing but the loss reads a product, the loss is
-that of a linear head, which never holds its logits.
+that of a linear head, which never holds its logits. It may give their log-sum-exp and the predicted classes, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from cute_ops.expressions.graph import Expression
 from cute_ops.expressions.simplify import fold
-from cute_ops.fusion.canonical import canonical
-from cute_ops.fusion.express import express
 from cute_ops.fusion.graph import FLOATS, Graph, Node, Shape
+from cute_ops.fusion.loss_metrics import MOST_CLASSES, Beside, of_lse_beside, read_beside
 from cute_ops.fusion.loss_terms import Target, terms_of
-from cute_ops.fusion.match import meaning_of
+from cute_ops.fusion.match import meaning_of, shortest
 from cute_ops.fusion.named import Named, number_of, positive_number, uncast
 from cute_ops.fusion.node import Size
-from cute_ops.fusion.region import VIEWS, Facts, Region, keeps_columns, live_nodes, obstacle, without_ones
+from cute_ops.fusion.one_expression import MOST, between, expressed
+from cute_ops.fusion.region import VIEWS, keeps_columns, live_nodes, without_ones
 
-_MOST = 40  # nodes of a loss
 _SUMS = ("reduce", "contract")
 _FOLLOW = ("subtract", "add", "negative", "multiply", "divide")
 
@@ -52,12 +50,59 @@ def find_losses(graph: Graph, is_linear: Callable[[Node], bool], exact: bool) ->
                 if (loss := _loss(root, picked, exact)) is not None:
                     _become(graph, root, loss)
                     break
+    for node, call in list(graph.named.items()):
+        if call.op == "soft_loss" and (loss := _of_soft_rows(graph, call, exact)) is not None:
+            _become(graph, node, loss)
     losses = [(node, call) for node, call in graph.named.items() if call.op == "cross_entropy"]
     if losses:
         live = set(live_nodes(graph))
         for node, call in losses:
-            if node in live and (head := _with_head(graph, node, call, is_linear, live)) is not None:
-                _become(graph, *_with_sum(graph, node, head, live))
+            if node in live:
+                _find_head(graph, node, call, is_linear, live, exact)
+
+
+def _find_head(
+    graph: Graph, node: Node, call: Named, is_linear: Callable[[Node], bool], live: set[Node], exact: bool
+) -> None:
+    """Make a loss that of a linear head, if it is one, with what the program reads of the logits beside it."""
+    beside = read_beside(graph, node, call.nodes[0], live, exact)
+    head = None if beside is None else _with_head(graph, node, call, is_linear, live)
+    if head is not None and beside and _may_give(head, beside):
+        _become_with(graph, node, head, beside)
+    elif head is not None and not beside:
+        _become(graph, *_with_sum(graph, node, head, live))
+    elif (rest := of_lse_beside(graph, node, call.nodes[0], live)) and _may_give(call, rest):
+        _become_with(graph, node, call, rest)
+
+
+def _may_give(call: Named, beside: Sequence[Beside]) -> bool:
+    """Whether a loss' call may give other values: if they come after all that it reads."""
+    n = call.nodes[0].shape[-1] if call.op == "cross_entropy" else call.shapes[1][int(call.attrs["transposed"])]
+    few = isinstance(n, int) and n <= MOST_CLASSES
+    return few and all(arg.index < each.node.index for each in beside for arg in call.nodes)
+
+
+def _become_with(graph: Graph, node: Node, call: Named, beside: Sequence[Beside]) -> None:
+    """Make a node a loss' call that gives other values beside it."""
+    attrs = {**call.attrs, "beside": tuple(each.what for each in beside)}
+    nodes = tuple(each.node for each in beside)
+    _become(graph, node, call._replace(op=f"{call.op}_metrics", attrs=attrs, beside=nodes))
+    for each in nodes:
+        _become(graph, each, Named("beside", nodes=call.nodes))
+
+
+def _of_soft_rows(graph: Graph, call: Named, exact: bool) -> Named | None:
+    """The loss of rows of probabilities, which one number for the class and another one for all others are."""
+    (x, row), n = call.nodes, call.nodes[0].shape[-1]
+    soft = _soft_row(graph, row, exact)
+    if soft is None or soft.labels is None or not (isinstance(n, int) or not soft.off):
+        return None
+    share = soft.off * n if isinstance(n, int) else 0.0
+    if abs(soft.on - soft.off + share - 1) > 1e-6 or not 0 <= share < 1:
+        return None
+    attrs = {"sign": 1.0, "label_smoothing": shortest(share), "z_loss": call.attrs["z_loss"]}
+    attrs |= {"outside": "zero", "of": call.attrs["of"]}
+    return Named("cross_entropy", ("logits", "target"), (uncast(x), soft.labels), (x.shape, x.shape[:-1]), attrs)
 
 
 def _picked(graph: Graph, node: Node, exact: bool) -> Iterator[_Picked]:
@@ -90,7 +135,7 @@ def _following(pick: Node) -> Iterator[Node]:
     """What is computed from a picked element, nearest first."""
     waiting, seen = [pick], {pick}
     for node in waiting:
-        if len(seen) > _MOST:
+        if len(seen) > MOST:
             return
         for user in node.users:
             if user not in seen and (user.op in ("cast", *VIEWS) or (user.op, user.attr) in _STEPS):
@@ -110,8 +155,8 @@ def _loss(root: Node, picked: _Picked, exact: bool) -> Named | None:
     if root is picked.node:
         terms = terms_of(None, (), x.shape[-1], picked.target)
     else:
-        nodes = _between(root, {picked.node, x})
-        found = None if nodes is None else _expressed(nodes, root, exact)
+        nodes = between(root, {picked.node, x})
+        found = None if nodes is None else expressed(nodes, root, exact)
         if found is None or any(leaf is not picked.node and uncast(leaf) is not x for leaf in found[1]):
             return None
         expression, leaves = found
@@ -208,44 +253,13 @@ def _logits_of(node: Node, exact: bool) -> Node | None:
         return None
     first = node.args[0]
     for x in (first, *first.args[:1]):
-        nodes = _between(node, {x})
-        found = None if nodes is None or x.shape != node.shape else _expressed(nodes, node, exact)
+        nodes = between(node, {x})
+        found = None if nodes is None or x.shape != node.shape else expressed(nodes, node, exact)
         if found is not None and all(leaf is x for leaf in found[1]):
             meaning = meaning_of(found[0])
             if meaning is not None and meaning.op == "log_softmax":
                 return uncast(x)
     return None
-
-
-def _between(root: Node, leaves: set[Node]) -> list[Node] | None:
-    """The nodes that compute a value from these leaves and constants, arguments first; None if it reads more."""
-    found: set[Node] = set()
-    waiting = [root]
-    while waiting:
-        node = waiting.pop()
-        if node in found or node in leaves or node.op == "constant":
-            continue
-        if node.op not in ("primitive", "reduce", "cast", *VIEWS) or len(found) == _MOST:
-            return None
-        found.add(node)
-        waiting += node.args
-    return sorted(found, key=lambda node: node.index)
-
-
-def _expressed(nodes: list[Node], root: Node, exact: bool) -> tuple[Expression, list[Node]] | None:
-    """The canonical expression of a node, and its leaves; None of a node that is none, as where one in between is of
-    other rows.
-    """
-    facts, inside = Facts(), set(nodes)
-    for node in sorted({*nodes, *(arg for node in nodes for arg in node.args)}, key=lambda node: node.index):
-        if node in inside and obstacle(node, facts, inside) is not None:
-            return None
-        facts.note(node)
-    made, _ = express(Region(nodes, [root]), (), facts, exact)
-    if len(made) != 1:
-        return None
-    text = canonical(made[0].expression, made[0].n)
-    return text.flat, [made[0].leaves[i].node for i in text.operands]
 
 
 class _Logits(NamedTuple):
@@ -268,16 +282,17 @@ class _Logits(NamedTuple):
 def _with_head(
     graph: Graph, node: Node, call: Named, is_linear: Callable[[Node], bool], live: set[Node]
 ) -> Named | None:
-    """The call of a linear head's loss, where a product makes the logits; None elsewhere.
+    """The call of a linear head's loss, where a product makes the logits, which nothing else reads; None elsewhere.
 
     Between the product and the loss, logits may get a bias, a scale, a soft cap and other rows.
     """
     value, target = call.nodes
     logits: _Logits | None = _Logits(value, node)
     while logits is not None and not is_linear(logits.value):
-        read = _reader(graph, logits.value, live) is logits.reader
-        logits = _step_back(graph, logits, live) if read else None
-    if logits is None or _reader(graph, logits.value, live) is not logits.reader:
+        logits = _step_back(graph, logits, live)
+        if logits is not None and _reader(graph, logits.value, live) is not logits.reader:
+            return None
+    if logits is None:
         return None
     product = logits.value
     x, weight = product.args

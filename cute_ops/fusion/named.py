@@ -21,11 +21,13 @@ class Named(NamedTuple):
     """An op's call.
 
     Attributes:
-        op: its name; ``pick`` and ``iota`` are no ops, but known to the rules here.
+        op: its name; ``pick``, ``iota``, ``argmax``, ``soft_loss``, ``of_lse`` and ``beside`` are no ops, but known to
+            the rules of fusion.
         operands: the arguments that the nodes are.
         nodes: what it reads.
         shapes: the shape that each of them has for the op, of as many elements.
         attrs: the op's attributes.
+        beside: other nodes that it gives beside its own.
     """
 
     op: str
@@ -33,6 +35,7 @@ class Named(NamedTuple):
     nodes: tuple[Node, ...] = ()
     shapes: tuple[Shape, ...] = ()
     attrs: Mapping[str, Any] = {}
+    beside: tuple[Node, ...] = ()
 
 
 class Turn(NamedTuple):

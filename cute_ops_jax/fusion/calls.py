@@ -24,7 +24,7 @@ from cute_ops.ops import OPS
 from cute_ops.ops.expression.broadcast import Fit
 from cute_ops_jax.composite.fused import call_fitted, summing
 from cute_ops_jax.composite.linear import linear
-from cute_ops_jax.fusion.losses import linear_loss, loss
+from cute_ops_jax.fusion.losses import linear_loss, linear_loss_with_metrics, loss, loss_with_metrics
 from cute_ops_jax.fusion.rotation import rope
 from cute_ops_jax.primitive.function import register
 
@@ -73,16 +73,21 @@ def _specs(found: Found, choice: Choice) -> Any:
 
 def call_of_named(found: Named) -> Call:
     """What runs in place of a rotation or of a loss."""
-    named, (root,) = found.named, found.roots
-    runs: dict[str, Callable[..., Any]] = {"rope": rope, "cross_entropy": loss, "linear_cross_entropy": linear_loss}
-    run = runs[named.op]
+    named, run = found.named, _NAMED[found.named.op]
 
     def call(arrays: Sequence[Any]) -> list[Any]:
         shaped = zip(named.operands, arrays, named.shapes, strict=True)
-        given = {name: jnp.reshape(a, shape) for name, a, shape in shaped}
-        return [jnp.reshape(run(**given, **named.attrs), root.shape).astype(root.dtype)]
+        made = run(**{name: jnp.reshape(a, shape) for name, a, shape in shaped}, **named.attrs)
+        outs = made if isinstance(made, list) else [made]
+        return [jnp.reshape(out, root.shape).astype(root.dtype) for out, root in zip(outs, found.roots, strict=True)]
 
     return call
+
+
+_NAMED: dict[str, Callable[..., Any]] = {
+    "rope": rope, "cross_entropy": loss, "linear_cross_entropy": linear_loss,
+    "cross_entropy_metrics": loss_with_metrics, "linear_cross_entropy_metrics": linear_loss_with_metrics,
+}  # fmt: skip
 
 
 def _as_root(out: Any, root: Any, found: Found) -> Any:

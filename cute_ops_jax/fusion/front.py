@@ -11,6 +11,7 @@ import numpy as np
 
 from cute_ops.fusion.graph import FLOATS, Graph, Node
 from cute_ops_jax._compat import ClosedJaxpr, JaxprEqn, Literal, Tracer
+from cute_ops_jax.fusion.rules import name_loss
 
 # Ours, by the names of JAX's primitives of the same meaning.
 _PRIMITIVES = {
@@ -79,11 +80,11 @@ class Front:
         """``whole``: ids of calls with a derivative of their own that are kept; ``passed``: ids of equations of
         ``stop_gradient`` that change no derivative; ``exact``: constants stay as they are rounded.
         """
-        self.graph = Graph(exact)
+        self.graph = Graph(exact, metrics=not exact)
         self.steps: list[Step] = []
         self.values: dict[Node, Value] = {}
         self.stops: dict[Node, JaxprEqn] = {}
-        self._whole, self._passed = whole, passed
+        self._whole, self._passed, self._exact = whole, passed, exact
         self._call: JaxprEqn | None = None
         self._known: dict[Any, list[Node]] = {}
         avals = [v.aval for v in closed.jaxpr.invars]
@@ -158,6 +159,8 @@ class Front:
         if known is None:
             nodes = [each.node for each in inputs if isinstance(each, Value)]
             known = [self.graph.opaque(name, nodes, _shape(v.aval), _dtype(v.aval)) for v in equation.outvars]
+            if name.startswith("custom_vjp_call") and not self._exact:
+                name_loss(self.graph, equation, args, known, _read)
             if key is not None:
                 self._known[key] = known
         return known
@@ -197,6 +200,19 @@ class Front:
         made = self.graph.opaque("stop_gradient", [x.node], x.node.shape, x.node.dtype)
         self.stops[made] = equation
         return [made]
+
+
+class _Every(Container[int]):
+    """All numbers."""
+
+    def __contains__(self, number: object) -> bool:
+        return True
+
+
+def _read(closed: ClosedJaxpr) -> tuple[list[Node], list[Node]]:
+    """The nodes of the inputs and outputs of a jaxpr of which only values matter."""
+    front = Front(closed, passed=_Every())
+    return [each.node for each in front.inputs], [front._node(each) for each in front.outputs]
 
 
 def _inlined(equation: JaxprEqn) -> ClosedJaxpr | None:
@@ -352,6 +368,12 @@ def _tile(g: Graph, args: _Args, params: Any, shape: Any, dtype: str) -> _Made:
     return [g.concat(args * last, len(shape) - 1, shape)] if last > 1 and set(others) <= {1} else None
 
 
+def _argmax(g: Graph, args: _Args, params: Any, shape: Any, dtype: str) -> _Made:
+    x = args[0]
+    last = tuple(params["axes"]) == (len(x.shape) - 1,) and x.dtype in FLOATS
+    return [g.argmax(x, shape, dtype)] if last else None
+
+
 def _gather(g: Graph, args: _Args, params: Any, shape: Any, dtype: str) -> _Made:
     """One element of each row, or a slice at a place that is known."""
     (x, index), dims = args, params["dimension_numbers"]
@@ -443,6 +465,7 @@ _TRANSLATIONS: dict[str, Callable[..., _Made]] = {
     "squeeze": _reshape, "expand_dims": _reshape, "broadcast_in_dim": _broadcast, "transpose": _transpose,
     "slice": _slice, "split": _split, "concatenate": _concatenate, "dot_general": _dot_general,
     "pvary": _vary, "pcast": _vary, "stack": _stack, "tile": _tile, "gather": _gather,
+    "argmax": _argmax,
     "copy": lambda g, args, params, shape, dtype: [args[0]],
     **{name: _reduce(primitive) for name, primitive in _REDUCTIONS.items()},
 }  # fmt: skip

@@ -7,14 +7,19 @@ time. Which of the two is chosen when the program runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from math import prod
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from cute_ops.composite.chunks import ENOUGH, rows_per_chunk
+from cute_ops.composite.linear_cross_entropy_metrics import linear_cross_entropy_metrics
+from cute_ops.fusion.loss_metrics import What
 from cute_ops.ops.reduction.cross_entropy import cross_entropy, shaped
+from cute_ops.ops.reduction.cross_entropy_metrics import cross_entropy_metrics
 from cute_ops_jax.composite.losses import linear_cross_entropy
 from cute_ops_jax.primitive.any_size import is_symbolic
 from cute_ops_jax.primitive.function import register
@@ -26,7 +31,7 @@ def loss(logits: Any, target: Any, *, sign: float, outside: str, of: str, **attr
     Args:
         outside: what stands for the target's logit, or the logarithm of its probability, if it is no class. ``clip``:
             that of the nearest class. ``promised``: the same number without a gradient. ``nan``, ``zero``: the number.
-        of: which of the two, ``logit`` or ``log_prob``.
+        of: which of the two, ``logit`` or ``log_prob``. ``whole``: the latter, but the gradient is that of the former.
     """
     target, known = _classes(target, logits.shape[-1], outside)
 
@@ -39,14 +44,42 @@ def loss(logits: Any, target: Any, *, sign: float, outside: str, of: str, **attr
     return sign * _chosen(None if _are_ignored(outside, of, attrs) else known, ours, careful, (logits, target))
 
 
+def loss_with_metrics(
+    logits: Any, target: Any, *, sign: float, outside: str, of: str, beside: Sequence[What], **attrs: float
+) -> list[Any]:
+    """:func:`loss`, and what the program reads of the logits beside it."""
+    target, known = _classes(target, logits.shape[-1], outside)
+    run = partial(register(cross_entropy_metrics), logits, reduction="none", **attrs)
+    return _with_metrics(run, target, logits.shape[-1], known, sign, outside, of, beside, attrs, None)
+
+
+def linear_loss_with_metrics(
+    hidden: Any, weight: Any, target: Any, *, bias: Any = None, sign: float, outside: str, of: str, transposed: bool,
+    total: bool, sliced: Sequence[tuple[int, ...]] = (), beside: Sequence[What], **attrs: float,
+) -> list[Any]:  # fmt: skip
+    """:func:`linear_loss` of each row, and what the program reads of the logits beside it."""
+    hidden, weight = _layer(hidden, weight, transposed, sliced)
+    target, known = _classes(target, weight.shape[0], outside)
+
+    def run(target: Any) -> Any:
+        return register(linear_cross_entropy_metrics)(hidden, weight, target, bias, reduction="none", **attrs)
+
+    def predicted(row: Any) -> Any:
+        logits = row @ weight.T
+        return jnp.argmax(logits if bias is None else logits + bias, -1).astype("int32")
+
+    def predict() -> Any:
+        return _by_chunks(predicted, hidden, weight)(hidden.reshape(-1, hidden.shape[-1])).reshape(target.shape)
+
+    return _with_metrics(run, target, weight.shape[0], known, sign, outside, of, beside, attrs, predict)
+
+
 def linear_loss(
     hidden: Any, weight: Any, target: Any, *, bias: Any = None, mask: Any = None, sign: float, outside: str,
     of: str, transposed: bool, total: bool, sliced: Sequence[tuple[int, ...]] = (), **attrs: float,
 ) -> Any:  # fmt: skip
     """The loss of a linear head, times ``sign``; ``total``: the sum over the rows, of which ``mask`` has some."""
-    for axis, start, stop, step in sliced:
-        hidden = jax.lax.slice_in_dim(hidden, start, stop, step, axis)
-    weight = weight.T if transposed else weight
+    hidden, weight = _layer(hidden, weight, transposed, sliced)
     target, known = _classes(target, weight.shape[0], outside)
 
     def ours(hidden: Any, weight: Any, bias: Any, target: Any, mask: Any) -> Any:
@@ -60,15 +93,59 @@ def linear_loss(
             logits = row @ weight.T
             return _of_rows(logits if bias is None else logits + bias, at, outside, of, **attrs)
 
-        k = hidden.shape[-1]
-        rows, size = hidden.reshape(-1, k), None  # one at a time where their number is not known
-        if not is_symbolic(rows.shape[0]):
-            size = rows_per_chunk(rows.shape[0], k, weight.shape[0], hidden.dtype.itemsize, ENOUGH)
-        losses = jax.lax.map(of_row, (rows, target.reshape(-1)), batch_size=size).reshape(target.shape)
+        rows = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
+        losses = _by_chunks(of_row, hidden, weight)(rows).reshape(target.shape)
         return jnp.sum(losses if mask is None else jnp.where(mask, losses, 0)) if total else losses
 
     fine = None if known is None or _are_ignored(outside, of, attrs) else known if mask is None else known | ~mask
     return sign * _chosen(fine, ours, careful, (hidden, weight, bias, target, mask))
+
+
+def _layer(hidden: Any, weight: Any, transposed: bool, sliced: Sequence[tuple[int, ...]]) -> tuple[Any, Any]:
+    """The rows of a head and its weight, ``[n h]``."""
+    for axis, start, stop, step in sliced:
+        hidden = jax.lax.slice_in_dim(hidden, start, stop, step, axis)
+    return hidden, weight.T if transposed else weight
+
+
+def _by_chunks(of_row: Callable[..., Any], hidden: Any, weight: Any) -> Callable[..., Any]:
+    """A function of one row, run for as many rows at a time as a head's loss holds logits of."""
+    n, k = weight.shape
+    rows, size = prod(hidden.shape[:-1]), None  # one at a time where their number is not known
+    if not is_symbolic(rows):
+        size = rows_per_chunk(rows, k, n, hidden.dtype.itemsize, ENOUGH)
+    return lambda given: jax.lax.map(of_row, given, batch_size=size)
+
+
+def _with_metrics(
+    run: Callable[..., Any], target: Any, n: int, known: Any, sign: float, outside: str, of: str,
+    beside: Sequence[What], attrs: Mapping[str, float], predict: Callable[[], Any] | None,
+) -> list[Any]:  # fmt: skip
+    """The loss of each row times ``sign``, and the other values, by an op that computes all of them. For a target that
+    is no class it computes those of a class near it, whose term is exchanged.
+
+    Args:
+        run: the op, of targets that are classes.
+        predict: computes the predicted classes of rows that have a NaN, of which the op takes the others.
+    """
+    loss, lse, log_prob, predicted = run(jnp.clip(target, 0, n - 1))
+    if known is not None:
+        other = {"nan": jnp.nan, "promised": jax.lax.stop_gradient(log_prob)}.get(outside, 0.0)
+        if of == "logit":
+            other -= lse if outside != "promised" else lse - jax.lax.stop_gradient(lse)
+        elif of == "whole":
+            other -= lse - jax.lax.stop_gradient(lse)
+        loss += jnp.where(known, 0, (1 - attrs["label_smoothing"]) * (log_prob - other))
+    made = [sign * loss]
+    for kind, a, b in beside:
+        if kind == "predicted":
+            fine = ~jnp.isnan(lse)
+            made.append(
+                predicted if predict is None else _chosen(fine, lambda each: each, lambda each: predict(), (predicted,))
+            )
+        else:
+            made.append(lse if kind == "lse" else jax.lax.stop_gradient(lse * (a + b * lse)))
+    return made
 
 
 def picked(x: Any, index: Any, outside: str) -> Any:
@@ -124,6 +201,8 @@ def _of_rows(
         below = lse - _picked(x, target[..., None], known[..., None], outside)[..., 0]
     else:
         below = -_picked(x - lse[..., None], target[..., None], known[..., None], outside)[..., 0]
+        if of == "whole":
+            below += jnp.where(known, 0, lse - jax.lax.stop_gradient(lse))
     if label_smoothing:
         below = (1 - label_smoothing) * below + label_smoothing * (lse - jnp.mean(x, -1))
     return below + z_loss * lse * lse

@@ -355,6 +355,124 @@ def test_targets_that_are_no_class(name: str, reduced: str) -> None:
             np.testing.assert_allclose(b, a, rtol=2e-5, atol=5e-6, err_msg=str(target))
 
 
+def of_its_own(logits: jax.Array, rows: jax.Array, z_loss: float) -> tuple[jax.Array, jax.Array]:
+    """Loss and z-loss of rows of probabilities."""
+    lse = jax.nn.logsumexp(logits, -1, keepdims=True)
+    penalty = z_loss * jnp.squeeze(lse, -1) ** 2
+    return penalty - jnp.sum(rows * (logits - lse), -1), penalty
+
+
+def with_rule(slope: Function, of: Function = of_its_own) -> Function:
+    """The function with a gradient of its own, as T5X's and MaxText's losses have it: of logits, for the first output,
+    as if a row's probabilities were one together.
+    """
+    function = jax.custom_vjp(of)
+
+    def forward(logits: jax.Array, rows: jax.Array, z_loss: float) -> Any:
+        most = logits.max(-1, keepdims=True)
+        exponentials = jnp.exp(logits - most)
+        total = exponentials.sum(-1, keepdims=True)
+        penalty = z_loss * jax.lax.square(jnp.squeeze(jnp.log(total) + most, -1))
+        loss = penalty - jnp.sum(rows * (logits - most - jnp.log(total)), -1)
+        return (loss, penalty), (rows, z_loss, exponentials / total, jnp.log(total) + most)
+
+    def backward(saved: Any, cotangents: Any) -> Any:
+        rows, z_loss, p, lse = saved
+        return slope(cotangents[0][..., None], rows, p, 2 * z_loss * lse), None, None
+
+    function.defvjp(forward, backward)
+    return function
+
+
+OWN = with_rule(lambda dout, rows, p, z: dout * ((1 + z) * p - rows))
+SOME_CLASSES = jnp.asarray([[1, 0, 7], [-100, CLASSES, 2]])
+WITH_METRICS: dict[str, tuple[Function, str]] = {
+    "rule": (lambda x, t: OWN(x, jax.nn.one_hot(t, CLASSES), 1e-2)[0].sum(), "linear_cross_entropy"),
+    "rule with its z-loss": (lambda x, t: OWN(x, jax.nn.one_hot(t, CLASSES), 1e-2), "linear_cross_entropy_metrics"),
+    "rule of smoothed rows": (
+        lambda x, t: OWN(x, jnp.where(t[..., None] == jnp.arange(CLASSES), 0.93, 0.01), 1e-2),
+        "linear_cross_entropy_metrics",
+    ),
+    "rule without z-loss": (lambda x, t: OWN(x, smoothed_rows(t), 0.0)[0], "linear_cross_entropy"),
+    "accuracy": (lambda x, t: (of_optax(x, t).mean(), (x.argmax(-1) == t).mean()), "linear_cross_entropy_metrics"),
+    "log-sum-exp": (
+        lambda x, t: (one_hot(x.astype(jnp.float32), t), jax.nn.logsumexp(x, -1).mean()),
+        "linear_cross_entropy_metrics",
+    ),
+    "both, of smoothed losses": (
+        lambda x, t: (t5x(x, smoothed_rows(t)), x.argmax(-1), jnp.log(jnp.exp(x).sum(-1))),
+        "linear_cross_entropy_metrics",
+    ),
+    "nearest class and accuracy": (
+        lambda x, t: (
+            -jnp.take_along_axis(jax.nn.log_softmax(x), t[..., None], -1, mode="clip").sum(),
+            (jnp.argmax(x, -1) == t).sum(),
+        ),
+        "linear_cross_entropy_metrics",
+    ),
+}
+
+
+@pytest.mark.parametrize("target", [TARGET, SOME_CLASSES], ids=["classes", "others, too"])
+@pytest.mark.parametrize("name", WITH_METRICS)
+def test_losses_with_metrics_and_with_gradients_of_their_own(name: str, target: jax.Array) -> None:
+    """A head's logits are not held for its loss, whoever wrote the gradient, nor for an accuracy beside it."""
+    function, becomes = WITH_METRICS[name]
+
+    def of_head(h: jax.Array, w: jax.Array, b: jax.Array) -> Any:
+        made = jax.tree.leaves(function(jnp.tanh((h @ w.T + b) / 3) * 3, target))
+        return sum(jnp.sum(jnp.sin(each)) for each in made if each.dtype == jnp.float32), made
+
+    found = cute_ops_jax.fuse.report(of_head, HIDDEN, WEIGHT, BIAS).replaced
+    assert [entry.becomes for entry in found if "cross_entropy" in entry.becomes] == [becomes]
+    want, got = (
+        jax.jit(jax.value_and_grad(f, (0, 1, 2), has_aux=True))(HIDDEN, WEIGHT, BIAS)
+        for f in (of_head, cute_ops_jax.fuse(of_head))
+    )
+    for a, b in zip(*map(jax.tree.leaves, (want, got)), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_allclose(b, a, rtol=2e-5, atol=5e-6)
+
+
+RULES: dict[str, Function] = {
+    "twice": with_rule(lambda dout, rows, p, z: 2 * dout * ((1 + z) * p - rows)),
+    "without its z-loss": with_rule(lambda dout, rows, p, z: dout * (p - rows)),
+    "bounded": with_rule(lambda dout, rows, p, z: jnp.clip(dout * ((1 + z) * p - rows), -0.3, 0.3)),
+    "of another loss": with_rule(
+        lambda dout, rows, p, z: dout * ((1 + z) * p - rows),
+        lambda x, rows, z_loss: (2 * of_its_own(x, rows, z_loss)[0], of_its_own(x, rows, z_loss)[1]),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_loss_with_another_gradient_stays(name: str) -> None:
+    loss = lambda h, w: RULES[name](h @ w.T, jax.nn.one_hot(TARGET, CLASSES), 1e-2)[0].sum()  # noqa: E731
+    found = cute_ops_jax.fuse.report(loss, HIDDEN, WEIGHT)
+    assert not [entry for entry in found.replaced if "cross_entropy" in entry.becomes]
+    assert "custom_vjp_call" in str(found)
+    want, got = (jax.value_and_grad(f, (0, 1))(HIDDEN, WEIGHT) for f in (loss, cute_ops_jax.fuse(loss)))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_metrics_that_a_loss_cannot_give() -> None:
+    """Labels that follow from the predicted classes, logits that something else reads, and rows with a NaN."""
+
+    def own_labels(h: jax.Array, w: jax.Array) -> jax.Array:
+        logits = h @ w.T
+        return of_optax(logits, logits.argmax(-1)).mean()
+
+    def read(h: jax.Array, w: jax.Array) -> jax.Array:
+        logits = h @ w.T
+        return of_optax(logits, TARGET).mean() + jnp.sum(logits.argmax(-1) == TARGET) + logits.min()
+
+    check(own_labels, ["cross_entropy"], HIDDEN, WEIGHT)
+    check(read, ["cross_entropy"], HIDDEN, WEIGHT)
+    predicted = cute_ops_jax.fuse(lambda h, w: ((x := h @ w.T).argmax(-1), of_optax(x, TARGET)))
+    bad = WEIGHT.at[3].set(jnp.nan)
+    np.testing.assert_array_equal(predicted(HIDDEN, bad)[0], 3)
+
+
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint32"])
 def test_labels_of_any_integers(dtype: str) -> None:
     """Also where their dtype does not hold the number of classes."""
