@@ -110,10 +110,7 @@ class AdamW(torch.optim.Optimizer):
         states = [self.state[p] or self._init_state(p, capturable) for p in slopes]
         if not states:
             return
-        steps = [state["step"] for state in states]
-        torch._foreach_add_(steps, 1.0 if capturable else torch.ones(()))
-        # One read for all: the host takes as long for each as for a small parameter's step.
-        counts = steps if capturable else torch.stack(steps).tolist()
+        counts = _count_on_device(states) if capturable else _count(states)
         seeds = _seeds([*slopes]) if group.get("stochastic_rounding") else {}
         small: dict[tuple[torch.device, torch.dtype], list[Row]] = {}
         large: list[tuple[Row, Tensor | None]] = []
@@ -158,6 +155,30 @@ class AdamW(torch.optim.Optimizer):
 
 # A parameter, its gradient, its moments, and its steps so far: on the device, where that counts them.
 Row = tuple[Tensor, Tensor, Tensor, Tensor, Any]
+
+
+def _count(states: list[dict[str, Any]]) -> list[float]:
+    """Count a step of each parameter, and return how many there are.
+
+    Counts of the host lie one after the other in one tensor, of which each is a view: to add to each of them takes the
+    host as long as a small parameter's step.
+    """
+    steps = [state["step"] for state in states]
+    size, first = len(steps), steps[0].data_ptr()
+    places = range(first, first + size * steps[0].itemsize, steps[0].itemsize)
+    if [step.data_ptr() for step in steps] == [*places]:
+        every = steps[0].as_strided((size,), (1,))
+    else:  # new ones, ones of a state dict, or not the ones of the step before
+        every = torch.stack(steps)
+        for state, step in zip(states, every.unbind(), strict=True):
+            state["step"] = step
+    return every.add_(1).tolist()  # type: ignore[no-any-return]
+
+
+def _count_on_device(states: list[dict[str, Any]]) -> list[Tensor]:
+    steps = [state["step"] for state in states]
+    torch._foreach_add_(steps, 1.0)
+    return steps
 
 
 def _is_small(param: Tensor, grad: Tensor, mean: Tensor, square: Tensor) -> bool:
