@@ -101,8 +101,21 @@ def add(values: Sequence[Any]) -> None:
 
 
 def _instead(x: torch.Tensor | None, copies: Copies) -> torch.Tensor | None:
-    """What a node saves of a tensor. Second derivatives are refused of a copy, too: it needs a gradient as x does."""
+    """What a node saves of a tensor. Second derivatives to what x was computed from pass through a copy, too."""
     for known, made in copies:
         if known is x:
-            return made.requires_grad_() if known.requires_grad else made
+            with torch.enable_grad():
+                return _Copy.apply(x, made) if known.requires_grad else made  # type: ignore[no-untyped-call]
     return x
+
+
+class _Copy(torch.autograd.Function):
+    """A copy that hangs on what it is a copy of."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+        return made.view_as(made)
+
+    @staticmethod
+    def backward(ctx: Any, d: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return d, None

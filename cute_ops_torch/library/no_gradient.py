@@ -74,11 +74,14 @@ def once(name: str) -> Callable[[Call], Call]:
             # Functorch prepares for a double backward in every gradient; compilers refuse one themselves.
             if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
                 return backward(ctx, *cotangents)  # type: ignore[no-any-return]
-            with torch.no_grad():
-                found = backward(ctx, *cotangents)
             if torch.compiler.is_compiling():
-                return found  # type: ignore[no-any-return]
-            given = [d for d in cotangents if d is not None and d.requires_grad]
+                with torch.no_grad():
+                    return backward(ctx, *cotangents)  # type: ignore[no-any-return]
+            node = _Unpacked(ctx)
+            with torch.no_grad():
+                found = backward(node, *cotangents)
+            # What a node saved hangs on its inputs, and a saved output on all of them.
+            given = [t for t in (*cotangents, *node.saved_tensors) if t is not None and t.requires_grad]
             given += getattr(ctx, ENDS, None) or ()
             gradients = [g.detach().requires_grad_() for g in found if g is not None]
             made = iter(_Last.apply(name, len(gradients), *gradients, *given, *_leaves(ctx)))  # type: ignore[no-untyped-call]
@@ -94,14 +97,31 @@ def ending(forward: Call) -> Call:
 
     @wraps(forward)
     def run(ctx: Any, *args: Any) -> Any:
-        inner = [t for t in args if type(t) is torch.Tensor and t.ndim and t.requires_grad and not t.is_leaf]
-        if inner and not transforms_active():
-            # Copies of no elements hold the inputs' places in the graph, and not their memory.
-            with torch.enable_grad():
-                setattr(ctx, ENDS, [t[:0].clone() for t in inner])
+        end(ctx, *args)
         return forward(ctx, *args)
 
     return run
+
+
+def end(ctx: Any, *given: Any) -> None:
+    """In the forward of a Function with ``once``: second derivatives to these inputs raise, though it saves neither
+    them nor an output.
+    """
+    inner = [t for t in given if type(t) is torch.Tensor and t.ndim and t.requires_grad and not t.is_leaf]
+    if inner and not transforms_active():
+        # Copies of no elements hold the inputs' places in the graph, and not their memory.
+        with torch.enable_grad():
+            setattr(ctx, ENDS, [t[:0].clone() for t in inner])
+
+
+class _Unpacked:
+    """A node whose saved tensors are unpacked once, which is as often as a checkpoint does it."""
+
+    def __init__(self, node: Any) -> None:
+        self._node, self.saved_tensors = node, node.saved_tensors
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._node, name)
 
 
 def _leaves(node: Any) -> list[torch.Tensor]:

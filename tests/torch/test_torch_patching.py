@@ -29,7 +29,7 @@ from cute_ops.ops.embedding.sorted_embedding_bwd import sorted_embedding_bwd
 from cute_ops.ops.reduction.cross_entropy import cross_entropy, cross_entropy_bwd, cross_entropy_step
 from cute_ops.ops.reduction.scale import scale
 from cute_ops_torch.host import compiled_call
-from cute_ops_torch.huggingface import attention, decoder, packed_weights, products, residual_norm
+from cute_ops_torch.huggingface import attention, autograd_nodes, decoder, packed_weights, products, residual_norm
 from cute_ops_torch.huggingface import patch as patching
 from cute_ops_torch.library import framework, program, reference
 from cute_ops_torch.library.tensors import bind_tensors, memory
@@ -314,6 +314,27 @@ def test_gradients_of_fused_parts_are_not_differentiated() -> None:
         (gradient,) = torch.autograd.grad(loss, parameter, create_graph=True)
         with pytest.raises(NotImplementedError, match="no double backward"):
             gradient.square().sum().backward()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_second_derivatives_to_inner_tensors_are_not_left_out(frozen: bool) -> None:
+    """Cotangents need no gradient, and a weight that is frozen has no leaf that would lead to one."""
+    gate, down = (torch.randn(*s).requires_grad_(not frozen) for s in ((6, 8), (8, 6)))
+    norm = torch.nn.RMSNorm(8)
+    norm.requires_grad_(not frozen).variance_epsilon = 1e-6
+    calls = {
+        "gated MLP": lambda x: (autograd_nodes.silu_mlp(x, gate, gate, down),),
+        "and norm": lambda x: autograd_nodes.silu_mlp_add_rmsnorm(x, gate, gate, down, x.detach(), norm),
+        "of the residual": lambda x: autograd_nodes.silu_mlp_add_rmsnorm(x.detach(), gate, gate, down, x, norm),
+        "norm": lambda x: autograd_nodes.rmsnorm_and_residual(x, norm.weight, 1e-6),
+        "linear": lambda x: autograd_nodes.linear_add_rmsnorm(x.detach() @ gate.t(), down, x, norm.weight, 1e-6),
+    }
+    for name, call in calls.items():
+        inner = torch.randn(4, 8, requires_grad=True) * 1
+        outs = [out.sum() for out in call(inner)]
+        (gradient,) = torch.autograd.grad(outs, inner, create_graph=True)
+        with pytest.raises(NotImplementedError, match="no double backward"):
+            pytest.fail(f"{name}: {torch.autograd.grad(gradient.square().sum(), inner, allow_unused=True)}")
 
 
 @pytest.mark.slow
