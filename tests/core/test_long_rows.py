@@ -83,3 +83,14 @@ def test_long_rows_with_wide_weights(name: str, aligned: bool) -> None:
         if all(a is not None and a.dtype == np.float32 for a in given):
             break
     kernel_calls.check(call)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_gated_rows_are_computed_once(dtype: str) -> None:
+    """In shared memory, where the products take the place of what they are of, and are read again to be quantised."""
+    print("seed", SEED)
+    rng = np.random.default_rng((SEED, *dtype.encode()))
+    n = int(rng.integers(65_600, 110_000)) | 1
+    call = kernel_calls.made(BY_NAME["silu_mul_fp8"], 3, n, dtype, "compact", rng)._replace(attrs={"block": 0})
+    assert call.planned()[1].variant.config["form"] == "smem"
+    kernel_calls.check(call)

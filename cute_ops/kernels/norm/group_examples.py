@@ -14,10 +14,11 @@ from cute_ops.hardware import VECTOR_BYTES, WARP
 from cute_ops.kernels.lib.activation import silu
 from cute_ops.kernels.lib.arguments import named
 from cute_ops.kernels.lib.copy import copy_vector, fragment, gmem_elements, gmem_pointer, load, narrow, store, widen
+from cute_ops.kernels.lib.kept import KeptVectors
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_layout import SMEM_PERCENT, row_address, row_count
 from cute_ops.kernels.norm.group_config import GroupConfig
-from cute_ops.kernels.norm.group_sums import ClusterChannels, ClusterNumbers, KeptSlopes, Tensors, slope_of
+from cute_ops.kernels.norm.group_sums import ClusterChannels, ClusterNumbers, Tensors, slope_of
 
 # Parts of a thread's vectors that it waits for one after another.
 BATCHES = 4
@@ -327,7 +328,7 @@ class GroupExamplesForward(GroupExamples):
 class GroupExamplesBackward(GroupExamples):
     """Gradients as of :class:`~cute_ops.kernels.norm.group_rows.GroupRowsBackward`.
 
-    Shared memory: with ``keep`` also as :class:`KeptSlopes`.
+    Shared memory: with ``keep`` also 16 bytes for each vector of 16-bit dtypes.
     Bytes moved per element: x, dy and dx once each.
     """
 
@@ -343,7 +344,7 @@ class GroupExamplesBackward(GroupExamples):
     def kernel(self, tensors):
         smem = cutlass.utils.SmemAllocator()
         slots, sums, owned = self.slots(smem, tensors), self.allocate(smem), self.channels.allocate(smem)
-        kept = KeptSlopes.over(smem, slots[1]) if const_expr(self.config.keep) else None
+        kept = KeptVectors.beside(smem, slots[1]) if const_expr(self.config.keep) else None
         self.channels.prepare(owned)
         self.numbers.prepare(sums[2])
         place, start = self.place()

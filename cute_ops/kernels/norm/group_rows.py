@@ -14,10 +14,11 @@ from cute_ops.declaration.shapes import ITEMSIZE
 from cute_ops.hardware import VECTOR_BYTES, WARP
 from cute_ops.kernels.lib.arguments import named
 from cute_ops.kernels.lib.copy import copy_vector, fragment, gmem_elements, gmem_pointer, load, narrow, store, widen
+from cute_ops.kernels.lib.kept import KeptVectors
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_layout import SMEM_PERCENT, element_address, row_address, row_count
 from cute_ops.kernels.norm.group_config import GroupConfig
-from cute_ops.kernels.norm.group_sums import ClusterChannels, ClusterNumbers, KeptSlopes, Tensors, slope_of
+from cute_ops.kernels.norm.group_sums import ClusterChannels, ClusterNumbers, Tensors, slope_of
 
 
 # The compiler takes frozen dataclasses for values that loops do not change.
@@ -67,8 +68,8 @@ class GroupRowsBackward:
     Tile: the CTAs of a cluster share a group, each a span of whole vectors. A team of ``team`` threads takes a channel
     of the span after another, for sums first and then for the gradient. In the form ``smem`` the span is copied to
     shared memory once; with ``passes`` it is read twice, by vectors as wide as channels allow.
-    Shared memory: the span of x and dy, with ``keep`` as :class:`KeptSlopes`; 8 bytes for each channel and warp of a
-    team, 8 more for a channel.
+    Shared memory: the span of x and dy, with ``keep`` 16 bytes more for each vector of 16-bit dtypes; 8 bytes for each
+    channel and warp of a team, 8 more for a channel.
     Bytes moved per element: x, dy and dx once each.
     """
 
@@ -108,7 +109,7 @@ class GroupRowsBackward:
             rank = 0
         smem = cutlass.utils.SmemAllocator()
         spans = [self._span(smem, mX) for mX in (tensors.x, tensors.dy)]
-        slopes = KeptSlopes.over(smem, spans[1]) if const_expr(self.config.keep and self.vec == self.unit) else None
+        slopes = KeptVectors.beside(smem, spans[1]) if const_expr(self.config.keep and self.vec == self.unit) else None
         sums = smem.allocate_tensor(
             Float32, cute.make_layout((2, self.warps, self.most), stride=(1, 2, 2 * self.warps)), byte_alignment=16
         )

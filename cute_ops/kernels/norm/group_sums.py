@@ -1,15 +1,12 @@
 """Sums of numbers over the CTAs of a cluster, and what the kernels of group norm share."""
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from cute_ops.hardware import VECTOR_BYTES
 from cute_ops.kernels.lib.activation import times_silu_derivative
-from cute_ops.kernels.lib.copy import fragment
 
 
 class Tensors(NamedTuple):
@@ -155,35 +152,3 @@ class ClusterChannels:
 def slope_of(dy, x, scale, bias, silu):
     """The gradient of what is scaled and shifted, before the activation. ``x``: less the mean."""
     return times_silu_derivative(dy, x * scale if bias is None else x * scale + bias) if silu else dy
-
-
-# The compiler takes frozen dataclasses for values that loops do not change.
-@dataclass(frozen=True)
-class KeptSlopes:
-    """Gradients that take the place of dy in shared memory, in fp32; of 16-bit dtypes half of each vector, and the
-    other half in memory of its own.
-
-    Shared memory: 16 bytes for each vector of a 16-bit dtype.
-    """
-
-    parts: Any
-
-    @classmethod
-    def over(cls, smem, sDy):
-        """In place of dy, whose vectors are the tensor's first mode."""
-        vec, *shape = sDy.shape
-        layout = cute.make_layout((4, *shape), stride=(1, *(4 * step // vec for step in sDy.stride[1:])))
-        parts = [cute.make_tensor(cute.recast_ptr(sDy.iterator, dtype=Float32), layout)]
-        if vec > 4:
-            parts.append(smem.allocate_tensor(Float32, layout, byte_alignment=VECTOR_BYTES))
-        return cls(parts)
-
-    def store(self, rSlope, *place):
-        for i, part in enumerate(self.parts):
-            cute.autovec_copy(cute.make_tensor(rSlope.iterator + 4 * i, cute.make_layout((4,))), part[None, *place])
-
-    def load(self, *place):
-        rSlope = fragment(Float32, 4 * len(self.parts))
-        for i, part in enumerate(self.parts):
-            cute.autovec_copy(part[None, *place], cute.make_tensor(rSlope.iterator + 4 * i, cute.make_layout((4,))))
-        return rSlope

@@ -4,8 +4,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
+from cute_ops.declaration.shapes import ITEMSIZE
+from cute_ops.hardware import VECTOR_BYTES
 from cute_ops.kernels.lib.copy import compiler_barrier, compiler_barrier_value, narrow, widen
 from cute_ops.kernels.lib.fp8 import INFINITY, largest_of_each, magnitude, scale_of, to_fp8
+from cute_ops.kernels.lib.kept import FLOATS, KeptVectors
 from cute_ops.kernels.lib.pdl import let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_copy import store_number_if
 from cute_ops.kernels.lib.row_layout import Vectors, present, row_address, row_count
@@ -26,7 +29,8 @@ class QuantizeRowsInSmem(QuantizeRows):
     For long rows: more bytes are in flight than registers could receive, and the weight's loads with them. Unaligned
     compact rows with one scale move in aligned vectors, whose elements outside the row are masked. For all other
     unaligned rows threads make vectors that start with the row from aligned ones (:class:`WindowRing`).
-    If a norm adds no bias, its sum and its largest element are exchanged together.
+    If a norm adds no bias, its sum and its largest element are exchanged together. What is costly to compute, of two
+    inputs, takes their place in fp32 until the largest element is known.
     Shared memory: the CTA's share of the row; 4 bytes per warp and CTA of the cluster, twice.
     Bytes moved per element: every tensor once.
     """
@@ -40,6 +44,8 @@ class QuantizeRowsInSmem(QuantizeRows):
         # A factor of all elements can be applied after the largest is known; a bias that is added after it cannot.
         bias = variant.tensors.get("bias") is not None
         self.together = source.normed and self.by_row and not bias and self.tile.rows == 1
+        whole = not self.windowed and self.tile.vec * ITEMSIZE[keys[0].dtype] == VECTOR_BYTES
+        self.kept = source.costly and self.by_row and whole and len({key.dtype for key in keys}) == 1
         # The sum needs neither the order of the columns nor the vectors that other threads have copied.
         self.own_copies = (
             self.windowed and source.normed and not self.together and len(keys) == 1 and self.ring.complete
@@ -141,11 +147,14 @@ class QuantizeRowsInSmem(QuantizeRows):
         """The row's largest element, then its output."""
         inverse = None
         if self.by_row:
-            largest = Float32(0.0)
+            largest, kept = Float32(0.0), self._kept(given)
             for k in range(self.tile.per_thread):
                 if not self.source.normed:
                     self._arrive(given, k)
-                largest = cute.arch.fmax(largest, *largest_of_each([self._y(given, rstd, k)]))
+                rY = self._y(given, rstd, k)
+                if kept:
+                    kept.store(rY, cute.arch.thread_idx()[0], k)
+                largest = cute.arch.fmax(largest, *largest_of_each([rY]))
             inverse = self._row_scale(largest, maxima, targets[3], 0, speaks)
         self._write(given, rstd, inverse, targets)
 
@@ -160,11 +169,11 @@ class QuantizeRowsInSmem(QuantizeRows):
 
     def _write(self, given, rstd, inverse, targets):
         memory, mOut, mResidualOut, base = targets
-        coord, through = given[-1], {}
+        coord, through, kept = given[-1], {}, self._kept(given)
         for k in range(self.tile.per_thread):
             if not self.source.normed and not self.by_row:
                 self._arrive(given, k)
-            rY = self._y(given, rstd, k)
+            rY = kept.load(cute.arch.thread_idx()[0], k) if kept else self._y(given, rstd, k)
             if not self.by_row:
                 speaks = (coord.t % self.lanes == 0) & coord.valid
                 inverse = self._block_scale(*largest_of_each([rY]), base, coord.first[k], speaks)
@@ -182,6 +191,13 @@ class QuantizeRowsInSmem(QuantizeRows):
             cute.arch.barrier()
             address = row_address(m, self.variant.tensors[name], coord.row, self.n)
             self.column_store(vectors, self.column_store.view(memory), address, coord.t, coord.rank, coord.valid)
+
+    def _kept(self, given):
+        """Where this thread's vectors of y stay; None where they are computed again."""
+        if not self.kept:
+            return None
+        slots = [sX[None, 0, None, None, 0] for sX, _ in given[0]]
+        return KeptVectors.over(*slots[: self.tile.vec // FLOATS])
 
     def _y(self, given, rstd, k):
         """This thread's k-th vector of y."""

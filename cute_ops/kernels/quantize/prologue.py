@@ -12,7 +12,7 @@ class Plain:
     """``y = x``."""
 
     names = ("x",)
-    normed, eps = False, 0.0
+    normed, costly, eps = False, False, 0.0
 
     def __init__(self, variant):
         pass
@@ -25,6 +25,7 @@ class Gated(Plain):
     """``y = silu(gate) * up``."""
 
     names = ("gate", "up")
+    costly = True
 
     def __call__(self, gate, up, rstd, rWeight, rBias):
         rY = fragment(Float32, cute.size(gate.shape))
@@ -37,7 +38,7 @@ class Normed:
     """``y = h * rstd * (weight_offset + weight) + bias``."""
 
     names = ("x", "residual")
-    normed = True
+    normed, costly = True, False
 
     def __init__(self, variant):
         self.eps = variant.attrs["eps"]
