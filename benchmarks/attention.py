@@ -4,8 +4,9 @@ All contenders take the same queries, keys and values, (batch, seqlen, heads, he
 process. A product of scores or of values is ``2 * batch * heads * seqlen^2 * headdim`` floating-point operations, half
 of them where causal; forward there are two, backward five, whatever a contender computes again. Inputs lie in L2 as far
 as they fit, as after the projection before them. `error` is the largest difference of the output from PyTorch's
-function in float32 in some rows. With `--jax` ours in JAX, cuDNN by `jax.nn`, and FlashAttention 3 and tokamax where
-they are installed take turns, too; their calls are timed until the last one of a sample is ready.
+function in float32 in some rows. FlashAttention 4 takes turns where it is installed (`flash-attn-4`). With `--jax` ours
+in JAX, cuDNN by `jax.nn`, and FlashAttention 3 and tokamax where they are installed do, too; their calls are timed
+until the last one of a sample is ready.
 
     python benchmarks/attention.py --out out/benchmarks
     python benchmarks/attention.py --out out/benchmarks --drawn 20 --seed 7    # shapes that nobody picked
@@ -146,9 +147,23 @@ def contenders(form: str) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor
 
         return run
 
+    def fourth(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        from flash_attn.cute import flash_attn_func
+
+        options = FORMS[form]
+        window = options.get("left"), 0 if "left" in options else None
+        out: Tensor = flash_attn_func(
+            q, k, v, causal=options.get("causal", False), window_size=window, softcap=options.get("softcap", 0.0)
+        )[0]
+        return out
+
     plain = form in ("causal", "full")
     named = {"cuDNN": by(SDPBackend.CUDNN_ATTENTION), "FlashAttention 2": by(SDPBackend.FLASH_ATTENTION)}
-    return {"ours": ours, **(named if plain else {}), "FlexAttention": flex()}
+    changed = FORMS[form].keys() & {"score_mod", "mask_mod"}
+    return {
+        "ours": ours, **(named if plain else {}), **({} if changed else {"FlashAttention 4": fourth}),
+        "FlexAttention": flex(),
+    }  # fmt: skip
 
 
 class InJax:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).parents[1]
 PACKAGES = (
     "torch", "triton", "jax", "jax-tvm-ffi", "nvidia-cutlass-dsl", "apache-tvm-ffi", "quack-kernels", "liger-kernel",
+    "flash-attn-4", "flash-attn3-jax", "tokamax",
 )  # fmt: skip
 
 # JAX shares the GPU with PyTorch: it must not take most of its memory at the start.
