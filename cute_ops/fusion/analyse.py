@@ -54,7 +54,7 @@ class Found:
 
     def _rotation_of_pairs(self) -> Meaning | None:
         """``rope`` of neighbouring pairs, which no primitive turns: ``x * cos + rotate_pairs(x) * sin``."""
-        if text_of(self.flat) != "e1(t,t,t,t) multiply 0 1; multiply 2 3; add 4 5 -> 6":
+        if len(self.leaves) != 4 or text_of(self.flat) != "e1(t,t,t,t) multiply 0 1; multiply 2 3; add 4 5 -> 6":
             return None
         nodes = [leaf.node for leaf in self.leaves]
         for k, turned in enumerate(nodes):

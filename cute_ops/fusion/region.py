@@ -17,6 +17,10 @@ from cute_ops.fusion.graph import FLOATS, Graph, Node
 
 VIEWS = ("reshape", "broadcast", "slice")
 VALUES = (*FLOATS, "bool")
+_FOLLOWING = ("primitive", "cast", *VIEWS)
+_PLAIN = ("cast", *VIEWS)
+_ELEMENTWISE = ("primitive", "cast", "broadcast")
+_OF_BOOLS = {name for name, primitive in PRIMITIVES.items() if "b" in primitive.takes}
 REDUCES = {name for name, primitive in PRIMITIVES.items() if primitive.reduces}
 
 
@@ -64,11 +68,11 @@ def partition(graph: Graph, whole: Container[Node] = ()) -> Partition:
         facts.note(node)
         if why:
             reasons[node] = why
-        elif why is None and node.op in (*VIEWS, "cast") and node.args[0] not in soft:
+        elif why is None and node.op in _PLAIN and node.args[0] not in soft:
             plain.add(node)
         elif why is None:
             soft.add(node)
-            if _is_elementwise(node) and all(arg in facts.elementwise or arg not in soft for arg in node.args):
+            if node.op in _ELEMENTWISE and _is_elementwise(node, facts, soft):
                 facts.elementwise.add(node)
     level = _levels(live, soft | plain, set(graph.outputs))
     leader = _connected(live, soft, level)
@@ -122,20 +126,23 @@ class Facts:
         self.elementwise: set[Node] = set()
 
     def note(self, node: Node) -> None:
-        if node.op == "opaque" and node.attr == "pick":
-            self.reduced.add(node)
+        if node.op in _FOLLOWING:
+            if not self.reduced.isdisjoint(node.args):
+                self.reduced.add(node)
+                self._note_rows(node)
         elif node.op == "reduce":
             self.reduced.add(node)
             if not node.attr[2] and len(node.attr[1]) == 1:
                 self.rowlike.add(node)
-        elif node.op in ("primitive", "cast", *VIEWS):
-            if any(arg in self.reduced for arg in node.args):
-                self.reduced.add(node)
-            if node.op in ("primitive", "cast"):
-                if any(arg in self.rowlike and len(arg.shape) == len(node.shape) for arg in node.args):
-                    self.rowlike.add(node)
-            elif self._is_without_columns(node):
+        elif node.op == "opaque" and node.attr == "pick":
+            self.reduced.add(node)
+
+    def _note_rows(self, node: Node) -> None:
+        if node.op in VIEWS:
+            if self._is_without_columns(node):
                 self.rowlike.add(node)
+        elif any(arg in self.rowlike and len(arg.shape) == len(node.shape) for arg in node.args):
+            self.rowlike.add(node)
 
     def _is_without_columns(self, view: Node) -> bool:
         x = view.args[0]
@@ -161,8 +168,9 @@ def obstacle(node: Node, facts: Facts, soft: Container[Node]) -> str | None:
         return str(node.attr)
     if node.dtype not in VALUES:
         return f"{node.op} of {node.dtype}"
-    if any(arg.dtype not in VALUES for arg in node.args):
-        return f"{node.op} of {next(arg.dtype for arg in node.args if arg.dtype not in VALUES)}"
+    for arg in node.args:
+        if arg.dtype not in VALUES:
+            return f"{node.op} of {arg.dtype}"
     return _OBSTACLES[node.op](node, facts, soft)
 
 
@@ -170,9 +178,10 @@ def _primitive(node: Node, facts: Facts, soft: Container[Node]) -> str | None:
     name = node.attr[0] if isinstance(node.attr, tuple) else str(node.attr)
     if name not in PRIMITIVES:
         return f"{name} is no primitive"
-    takes = PRIMITIVES[name].takes
-    if any(letter == "b" and arg.dtype != "bool" for letter, arg in zip(takes, node.args, strict=True)):
-        return f"{name} of floats"
+    if name in _OF_BOOLS:
+        given = zip(PRIMITIVES[name].takes, node.args, strict=True)
+        if any(letter == "b" and arg.dtype != "bool" for letter, arg in given):
+            return f"{name} of floats"
     return None
 
 
@@ -233,13 +242,18 @@ _OBSTACLES: dict[str, Callable[[Node, Facts, Container[Node]], str | None]] = {
 }  # fmt: skip
 
 
-def _is_elementwise(node: Node) -> bool:
-    """Whether each column follows from the same column of the arguments, or from their only one."""
-    if node.op not in ("primitive", "cast", "broadcast") or (isinstance(node.attr, tuple) and node.op == "primitive"):
+def _is_elementwise(node: Node, facts: Facts, soft: Container[Node]) -> bool:
+    """Whether each column follows from the same column of operands, or from their only one."""
+    if node.op == "broadcast":
+        if node.attr[-1:] != (len(node.shape) - 1,):
+            return False
+    elif isinstance(node.attr, tuple):
         return False
-    if node.op == "broadcast" and node.attr[-1:] != (len(node.shape) - 1,):
-        return False
-    return all(arg.shape[-1:] in ((), (1,), node.shape[-1:]) for arg in node.args)
+    last = node.shape[-1:]
+    for arg in node.args:
+        if arg.shape[-1:] not in (last, (), (1,)) or (arg in soft and arg not in facts.elementwise):
+            return False
+    return True
 
 
 def keeps_columns(view: Node) -> bool:
@@ -264,7 +278,7 @@ def live_nodes(graph: Graph) -> list[Node]:
 def _levels(live: list[Node], soft: Container[Node], outputs: Container[Node]) -> dict[Node, int]:
     level: dict[Node, int] = {}
     for node in live:
-        before = max((level[arg] for arg in node.args), default=0)
+        before = max([level[arg] for arg in node.args], default=0)
         level[node] = before + (node not in soft and node.op not in ("input", "constant"))
     for node in reversed(live):
         if node in soft and node not in outputs:

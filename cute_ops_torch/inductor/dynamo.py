@@ -73,7 +73,7 @@ class DynamoFront(Front):
         self._aliases: dict[int, list[Node]] = defaultdict(list)
         self._unnoted: list[Node] = []
         self._effects: list[Value] = []
-        self._device: dict[Node, torch.device | None] = {}
+        self._devices: set[torch.device] = set()
         self._initial = _initial_mode(module)
         super().__init__(module, Graph(exact))
         self.graph.outputs += self._effects
@@ -99,15 +99,17 @@ class DynamoFront(Front):
 
     def _value(self, node: Node) -> Any:
         self.place[node], self.mode[node] = len(self.place), self._now
-        made, effects = example(node), has_effects(node)
-        if effects:
+        made = example(node)
+        if is_tensor := isinstance(made, torch.Tensor):
+            self._devices.add(made.device)
+        if has_effects(node):
             if node.op == "call_function" and name_of(node.target) in MODES:
                 return self._switch(node)
             if writes := written_by(node):
                 return self._write(node, writes)
             if is_random(node) or isinstance(node.target, torch._ops.HigherOrderOperator):
                 self.barriers.append(self.place[node])
-        value, is_tensor = super()._value(node), isinstance(made, torch.Tensor)
+        value = super()._value(node)
         if isinstance(value, Value):
             if value.op not in ("constant", "input", "opaque"):
                 if self._now and not any(isinstance(each, Value) for each in self._reads(node)):
@@ -134,16 +136,11 @@ class DynamoFront(Front):
         return [self.values.get(arg) for arg in node.all_input_nodes]
 
     def _moves(self, node: Node, made: torch.Tensor) -> bool:
-        """Whether an argument of a node lies on another device; numbers may lie on any."""
-        device = made.device
-        self._device[node] = device if made.ndim else None
-        for arg in node.all_input_nodes:
-            if arg not in self._device:
-                given = example(arg)
-                self._device[arg] = given.device if isinstance(given, torch.Tensor) and given.ndim else None
-            if (known := self._device[arg]) is not None and known != device:
-                return True
-        return False
+        """Whether an argument of a node lies on another device; numbers that an array is made of may lie on any."""
+        if len(self._devices) < 2:
+            return False
+        given = [each for each in map(example, node.all_input_nodes) if isinstance(each, torch.Tensor)]
+        return any(each.device != made.device for each in given if each.ndim or not made.ndim)
 
     def _switch(self, node: Node) -> None:
         """Gradients or autocast are switched."""
