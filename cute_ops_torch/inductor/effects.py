@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 MODES = ("_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_enter_inference_mode", "_exit_inference_mode")
 DROPOUT = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
@@ -51,6 +51,24 @@ def has_effects(node: Node) -> bool:
 @cache
 def _may_affect(target: Any) -> bool:
     return name_of(target) in MODES or _may_write(target) or _may_draw(target)
+
+
+def same_mode(graph: Graph, one: Node, other: Node) -> bool:
+    """Whether two nodes run with gradients, autocast and inference mode switched alike."""
+    state: dict[Any, Any] = {"grad": torch.is_grad_enabled()}
+    seen = []
+    for node in graph.nodes:
+        if node is one or node is other:
+            seen.append(dict(state))
+        if node.op != "call_function" or (name := name_of(node.target)) not in MODES:
+            continue
+        if name == MODES[0]:
+            state["grad"] = node.args[0]
+        elif name.startswith("_exit"):
+            state.pop(node.args[0], None)
+        else:
+            state[node] = name
+    return len(seen) == 2 and seen[0] == seen[1]
 
 
 def is_random(node: Node) -> bool:

@@ -1,4 +1,5 @@
-"""Replaces ``F.cross_entropy``: by our op, together with the product of a linear head where nothing else reads logits.
+"""Replaces ``F.cross_entropy``: by our op, together with the product of a linear head where nothing else reads logits
+but what :mod:`cute_ops_torch.inductor.loss_metrics` finds.
 
 No expression says these: they pick one column of each row.
 """
@@ -13,7 +14,10 @@ import torch
 from torch.fx import Graph, Node
 
 from cute_ops.declaration.shapes import FLOATS
+from cute_ops_torch.inductor import loss_metrics
+from cute_ops_torch.inductor.effects import same_mode
 from cute_ops_torch.inductor.fx import calls, changed, value_of
+from cute_ops_torch.inductor.loss_metrics import Metric
 
 _DTYPES = {getattr(torch, name) for name in FLOATS}
 
@@ -37,8 +41,12 @@ def replace_loss(graph: Graph, node: Any, names: Collection[str], keeps_logits: 
     if loss is None:
         return ""
     if "linear_cross_entropy" in names and (head := _head(graph, node, loss.logits, keeps_logits)):
-        _with_head(graph, node, loss, head)
-        return "linear_cross_entropy"
+        if not head.metrics:
+            _with_head(graph, node, loss, head)
+            return "linear_cross_entropy"
+        if place := loss_metrics.place(graph, [node, *(each.node for each in head.metrics)], head.layer, loss.target):
+            _with_metrics(graph, node, place, loss, head)
+            return "linear_cross_entropy_metrics"
     if "cross_entropy" in names:
         _alone(graph, node, loss)
         return "cross_entropy"
@@ -68,43 +76,53 @@ def _alone(graph: Graph, node: Any, loss: _Loss) -> None:
     logits = _narrow(graph, node, loss.logits)
     raw = _insert(graph, node, "cross_entropy", logits, loss.target, ignored, loss.label_smoothing, 0.0)
     raw.meta.pop("example_value", None)
-    losses, counted = target.new_empty(target.shape, dtype=torch.float32), target.ne(ignored)
     with graph.inserting_before(node):
         made = graph.call_function(operator.getitem, (raw, 0))
-        made.meta = {**node.meta, "example_value": losses}
-        if loss.reduction != "none":
-            made = _method(graph, node, "sum", made, losses.sum())
-        if loss.reduction == "mean":
-            kept = graph.call_function(operator.ne, (loss.target, ignored))
-            kept.meta = {**node.meta, "example_value": counted}
-            made = graph.call_function(operator.truediv, (made, _method(graph, node, "sum", kept, counted.sum())))
-            made.meta = {**node.meta, "example_value": losses.sum()}
+        made.meta = {**node.meta, "example_value": target.new_empty(target.shape, dtype=torch.float32)}
+        made = _reduced(graph, node, made, loss)
     _finish(graph, node, made, torch.float32)
 
 
+def _reduced(graph: Graph, node: Any, made: Any, loss: _Loss) -> Any:
+    """The reduction that is asked for of the losses of all rows, 0 where they are ignored."""
+    target, losses = value_of(loss.target), value_of(made)
+    assert target is not None and losses is not None
+    if loss.reduction != "none":
+        made = _method(graph, node, "sum", made, losses.sum())
+    if loss.reduction == "mean":
+        kept = _method(graph, node, "ne", loss.target, target.ne(loss.ignore_index), loss.ignore_index)
+        count = _method(graph, node, "sum", kept, target.ne(loss.ignore_index).sum())
+        made = _method(graph, node, "div", made, losses.sum(), count)
+    return made
+
+
 class _Head(NamedTuple):
-    """A linear layer whose output a loss alone reads.
+    """A linear layer whose output a loss and its metrics alone read.
 
     Attributes:
         layer: the call of the layer.
         views: what happens to the rows of its output: views and slices, the first one first.
         returned: the nodes from the output on that the program returns, which are not kept.
+        metrics: what else reads the logits.
     """
 
     layer: Any
     views: list[Any]
     returned: list[Any]
+    metrics: list[Metric]
 
 
 def _head(graph: Graph, node: Any, logits: Any, keeps_logits: bool) -> _Head | None:
     """The linear layer whose output are the logits of a loss, if the loss can be computed from its input instead."""
-    head = _read_once(logits, keeps_logits)
+    head = _read_once(node, logits, keeps_logits)
     if head is None:
         return None
     layer = head.layer
     x, weight, *_ = layer.args if len(layer.args) > 1 else (None, None)
     made, hidden, matrix = value_of(layer), value_of(x), value_of(weight)
     if made is None or hidden is None or matrix is None or changed(graph, layer, node):
+        return None
+    if not same_mode(graph, layer, node):
         return None
     if any(str(value_of(each).shape[:-1]) != str(made.shape[:-1]) for each in head.returned):  # type: ignore[union-attr]
         return None
@@ -113,31 +131,40 @@ def _head(graph: Graph, node: Any, logits: Any, keeps_logits: bool) -> _Head | N
     return head if alike and made.dtype in _DTYPES and hidden.ndim > 1 else None
 
 
-def _read_once(logits: Any, keeps_logits: bool) -> _Head | None:
-    """The linear layer and the views that logits are made by, if nothing else reads these."""
+def _read_once(loss: Any, logits: Any, keeps_logits: bool) -> _Head | None:
+    """The linear layer and the views that logits are made by, if nothing but metrics of the same rows reads these."""
     views: list[Any] = []
     returned: list[Any] = []
+    metrics: list[Metric] = []
 
-    def is_read_once(source: Any) -> bool:
+    def is_read_once(source: Any, reader: Any = None) -> bool:
         made = value_of(source)
         if made is None:
             return False
         ends = [user for user in source.users if user.op == "output"]
-        if ends and not keeps_logits and made.requires_grad:
+        others = [user for user in source.users if user is not reader and user not in ends]
+        if ends and keeps_logits:
+            return False
+        if ends and made.requires_grad:
             returned.append(source)
-            return len(source.users) <= 2
-        return len(source.users) == 1
+        elif ends:
+            return False
+        found = loss_metrics.of(others, made.ndim)
+        if found is None or (found and any(calls(view, "getitem") for view in views)):
+            return False
+        metrics.extend(found)
+        return True
 
-    source = logits
+    source, reader = logits, loss
     while not calls(source, "linear"):
-        if not isinstance(source, Node) or not is_read_once(source):
+        if not isinstance(source, Node) or not is_read_once(source, reader):
             return None
         if _keeps_columns(source):
             views.append(source)
         elif not calls(source, "contiguous") and _uncast(source, torch.float32) is source:
             return None
-        source = source.args[0]
-    return _Head(source, views[::-1], returned) if is_read_once(source) else None
+        source, reader = source.args[0], source
+    return _Head(source, views[::-1], returned, metrics) if is_read_once(source, reader) else None
 
 
 def _bias(layer: Node) -> Any:
@@ -151,6 +178,8 @@ def _keeps_columns(node: Any) -> bool:
         return False
     if node.op == "call_method" and calls(node, "view", "reshape"):
         return not isinstance(node.args[1], torch.dtype)
+    if node.op == "call_method" and calls(node, "flatten"):
+        return True
     if not calls(node, "getitem") or not isinstance(index := node.args[1], tuple):
         return False
     plain = all(each is ... or isinstance(each, slice) for each in index)
@@ -158,24 +187,9 @@ def _keeps_columns(node: Any) -> bool:
 
 
 def _with_head(graph: Graph, node: Any, loss: _Loss, head: _Head) -> None:
-    """The loss from the head's input, whose rows are selected as those of the logits were."""
-    hidden, weight = head.layer.args[:2]
-    for each in head.returned:
-        _return_nothing(graph, each, hidden)
+    """The loss from the head's input."""
+    hidden, weight = _rows_of_head(graph, node, node, head), head.layer.args[1]
     with graph.inserting_before(node):
-        for view in head.views:
-            if calls(view, "getitem"):
-                made = graph.call_function(operator.getitem, (hidden, view.args[1]))
-                value = hidden.meta["example_value"][view.args[1]]
-            else:
-                sizes = view.args[1] if isinstance(view.args[1], (tuple, list, torch.Size)) else view.args[1:]
-                columns = value_of(weight).shape[1]  # type: ignore[union-attr]
-                sizes = (*sizes[:-1], columns)
-                made = graph.call_method("reshape", (hidden, sizes))
-                shape = value_of(view).shape  # type: ignore[union-attr]
-                value = hidden.meta["example_value"].new_empty((*shape[:-1], columns))
-            made.meta = {**node.meta, "example_value": value}
-            hidden = made
         made = graph.call_function(
             torch.ops.cute.linear_cross_entropy.default,
             (
@@ -193,6 +207,64 @@ def _with_head(graph: Graph, node: Any, loss: _Loss, head: _Head) -> None:
     assert target is not None
     made.meta = {**node.meta, "example_value": target.new_empty(value_of(node).shape, dtype=torch.float32)}  # type: ignore[union-attr]
     _finish(graph, node, made, torch.float32)
+
+
+def _with_metrics(graph: Graph, node: Any, place: Any, loss: _Loss, head: _Head) -> None:
+    """The losses of all rows from the head's input, with what metrics read; the loss of an ignored row is 0.
+
+    The op knows nothing else of an ignored row, either: it gets another class instead, and the loss is masked.
+    """
+    hidden, weight = _rows_of_head(graph, node, place, head), head.layer.args[1]
+    value = value_of(loss.target)
+    assert value is not None
+    ignored, losses = loss.ignore_index, value.new_empty(value.shape, dtype=torch.float32)
+
+    def method(name: str, of: Any, made: torch.Tensor, *rest: Any) -> Any:
+        with graph.inserting_before(place):
+            return _method(graph, node, name, of, made, *rest)
+
+    skipped = method("eq", loss.target, value.eq(ignored), ignored)
+    target = method("masked_fill", loss.target, value, skipped, int(ignored == 0))
+    options = _bias(head.layer), None, ignored, loss.label_smoothing
+    raw = _insert(graph, place, "linear_cross_entropy_metrics", hidden, weight, target, *options)
+    raw.meta = {key: each for key, each in node.meta.items() if key != "example_value"}
+    kinds = (torch.float32, torch.float32, torch.float32, torch.int32)
+    outputs = []
+    for i, kind in enumerate(kinds):
+        with graph.inserting_before(place):
+            outputs.append(graph.call_function(operator.getitem, (raw, i)))
+        outputs[-1].meta = {**node.meta, "example_value": losses.to(kind)}
+    for metric in head.metrics:
+        loss_metrics.put(graph, metric, outputs[1], outputs[3])
+    kept = method("masked_fill", outputs[0], losses, skipped, 0.0)
+    with graph.inserting_before(node):
+        made = _reduced(graph, node, kept, loss)
+    _finish(graph, node, made, torch.float32)
+
+
+def _rows_of_head(graph: Graph, node: Any, place: Any, head: _Head) -> Any:
+    """The head's input before a place, its rows selected as those of the logits were."""
+    hidden, weight = head.layer.args[:2]
+    for each in head.returned:
+        _return_nothing(graph, each, hidden)
+    with graph.inserting_before(place):
+        for view in head.views:
+            if calls(view, "getitem"):
+                made = graph.call_function(operator.getitem, (hidden, view.args[1]))
+                value = hidden.meta["example_value"][view.args[1]]
+            elif calls(view, "flatten"):
+                made = graph.call_method("flatten", (hidden, *view.args[1:]), dict(view.kwargs))
+                value = hidden.meta["example_value"].flatten(*view.args[1:], **view.kwargs)
+            else:
+                sizes = view.args[1] if isinstance(view.args[1], (tuple, list, torch.Size)) else view.args[1:]
+                columns = value_of(weight).shape[1]  # type: ignore[union-attr]
+                sizes = (*sizes[:-1], columns)
+                made = graph.call_method("reshape", (hidden, sizes))
+                shape = value_of(view).shape  # type: ignore[union-attr]
+                value = hidden.meta["example_value"].new_empty((*shape[:-1], columns))
+            made.meta = {**node.meta, "example_value": value}
+            hidden = made
+    return hidden
 
 
 def _return_nothing(graph: Graph, logits: Any, hidden: Any) -> None:

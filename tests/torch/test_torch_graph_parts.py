@@ -378,6 +378,52 @@ def test_logits_that_are_not_kept(wide: bool) -> None:
         torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-3)
 
 
+def _accuracy(logits: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+    with torch.no_grad():
+        right = (logits.argmax(-1) == labels).float().mean()
+    return F.cross_entropy(logits.view(-1, 37), labels.view(-1)), right
+
+
+def _z_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+    rows = logits.float().flatten(0, 1)
+    z = rows.logsumexp(dim=-1, keepdim=True).square().mean()
+    return F.cross_entropy(rows, labels.flatten(), label_smoothing=0.1) + 0.1 * z, rows.max(-1)[1]
+
+
+def _of_shifted_rows(logits: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+    rows = logits[:, :-1].contiguous()
+    loss = F.cross_entropy(rows.view(-1, 37), labels[:, 1:].reshape(-1), reduction="none", ignore_index=0)
+    return loss, rows.logsumexp(-1), rows.detach().argmax(-1)
+
+
+@pytest.mark.parametrize("metrics", [_accuracy, _z_loss, _of_shifted_rows])
+def test_metrics_beside_a_loss_need_no_logits(metrics: Callable[..., Any]) -> None:
+    ignored = 0 if metrics is _of_shifted_rows else -100
+    labels = (torch.arange(B * S) % 37).view(B, S).index_fill(1, torch.tensor([2]), ignored)
+    compare(
+        lambda x, w: metrics(F.linear(x, w), labels), made(B, S, K, seed=1), made(37, K, seed=2),
+        found={"linear_cross_entropy_metrics": 1},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("what", ["other readers", "rows of all", "a head without gradients"])
+def test_logits_that_something_else_reads_are_kept(what: str) -> None:
+    def loss(x: Tensor, w: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+        with torch.set_grad_enabled(what != "a head without gradients"):
+            logits = F.linear(x, w)
+        shifted = logits[:, :-1].contiguous().view(-1, 37)
+        beside = logits.argmax(-1) if what == "rows of all" else logits.softmax(-1)
+        return F.cross_entropy(shifted, labels[:, 1:].reshape(-1)) + x.sum() * w.sum(), beside
+
+    given = made(B, S, K, seed=1), made(37, K, seed=2), (torch.arange(B * S) % 37).view(B, S)
+    want, got = (
+        torch.autograd.grad(run(*given)[0], given[:2]) for run in (loss, torch.compile(loss, backend=through_autograd))
+    )
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)
+    assert inductor.replaced["cross_entropy"] == 1
+
+
 def test_logits_are_kept_unless_asked_and_where_nothing_is_trained() -> None:
     model, x, labels = Head(), torch.randn(B, S, K), torch.arange(B * S).view(B, S)
     wanted = model(x, labels)

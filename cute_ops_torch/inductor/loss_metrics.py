@@ -1,0 +1,103 @@
+"""What reads a head's logits beside their loss, for accuracies and z-losses: the greatest class, the log-sum-exp.
+
+A head's loss computes both, too, so logits need not be held for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import Graph, Node
+
+from cute_ops_torch.inductor.effects import MODES, name_of
+from cute_ops_torch.inductor.fx import calls, value_of
+
+_SAME = ("detach", "float", "contiguous")
+_MOVED = ("view", "reshape", "flatten", "contiguous", "to", "long", "getitem")
+
+
+class Metric(NamedTuple):
+    """A number of each row.
+
+    Attributes:
+        node: what computes it.
+        predicted: whether it is the greatest class; else it is the log-sum-exp.
+    """
+
+    node: Node
+    predicted: bool
+
+
+def of(readers: Iterable[Any], dims: int) -> list[Metric] | None:
+    """What logits of so many dims are read for; None if one of the readers computes anything else."""
+    found: list[Metric] = []
+    for node in readers:
+        value = value_of(node)
+        if calls(node, *_SAME) and value is not None and value.is_floating_point():
+            inner = of(node.users, dims)
+            if inner is None or (value.dtype != torch.float32 and any(not each.predicted for each in inner)):
+                return None
+            found += inner
+        elif calls(node, "argmax") and _is_of_last_dim(node, dims):
+            found.append(Metric(node, True))
+        elif calls(node, "max") and _is_of_last_dim(node, dims):
+            taken = [user for user in node.users if user.users]
+            if not all(map(_is_place, taken)):
+                return None
+            found += [Metric(user, True) for user in taken]
+        elif calls(node, "logsumexp") and _is_of_last_dim(node, dims) and value is not None:
+            if value.dtype != torch.float32:
+                return None
+            found.append(Metric(node, False))
+        else:
+            return None
+    return found
+
+
+def _is_of_last_dim(node: Node, dims: int) -> bool:
+    given = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+    axes = given if isinstance(given, (tuple, list)) else [given]
+    return len(axes) == 1 and isinstance(axes[0], int) and axes[0] % dims == dims - 1
+
+
+def _is_place(node: Node) -> bool:
+    """Whether a node takes the indices of ``max``."""
+    return calls(node, "getitem") and bool(node.args[1] == 1)
+
+
+def place(graph: Graph, readers: Sequence[Node], layer: Node, target: Node) -> Node | None:
+    """The node before which a loss can be computed whose results replace these nodes: the first of them, or where modes
+    are switched after the layer. Views that the target is are moved before it; None if that needs more than views.
+    """
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    first = min(readers, key=order.__getitem__)
+    between = (node for node in list(graph.nodes)[order[layer] + 1 : order[first]] if name_of(node.target) in MODES)
+    first = next(between, first)
+    late: set[Node] = set()
+    waiting = [target]
+    while waiting:
+        node = waiting.pop()
+        if order[node] >= order[first] and node not in late:
+            if not calls(node, *_MOVED):
+                return None
+            late.add(node)
+            waiting += node.all_input_nodes
+    for node in sorted(late, key=order.__getitem__):
+        first.prepend(node)
+    return first
+
+
+def put(graph: Graph, metric: Metric, lse: Node, predicted: Node) -> None:
+    """Replace a metric by the result of a loss."""
+    like, made = value_of(metric.node), predicted if metric.predicted else lse
+    assert like is not None
+    steps: list[tuple[str, tuple[Any, ...]]] = [("reshape", tuple(like.shape))]
+    steps += [("to", (like.dtype,))] if metric.predicted else []
+    steps += [] if metric.predicted or like.requires_grad else [("detach", ())]
+    with graph.inserting_before(metric.node):
+        for name, given in steps:
+            made = graph.call_method(name, (made, *given))
+            made.meta = {**metric.node.meta, "example_value": like}
+    metric.node.replace_all_uses_with(made)
