@@ -210,7 +210,7 @@ class DynamoFront(Front):
         if _are_some(kinds, (torch.Tensor, Node)):
             return None
         if name not in _TAKES_SIZES and _are_some(kinds, _SYMBOLS):
-            if not _may_add_epsilon(name, value):
+            if not _may_add_epsilon(name, value, (args, kwargs)):
                 return None
             args, kwargs = _specialized((args, kwargs))  # an epsilon, of whose value alone the graph then is
         if name in _PRODUCTS:
@@ -238,9 +238,14 @@ class DynamoFront(Front):
         return tuple(made)
 
 
-def _may_add_epsilon(name: str, value: torch.Tensor) -> bool:
-    """Whether a function may add an epsilon, which is a number of the graph: a norm, or a sum of one column."""
-    return name in ("layer_norm", "rms_norm") or (name == "add" and shape_of(value)[-1:] == (1,))
+def _may_add_epsilon(name: str, value: torch.Tensor, given: Any) -> bool:
+    """Whether a function may add an epsilon, which is a number of the graph: a norm, or a sum of one column. What
+    follows from sizes is none.
+    """
+    if name not in ("layer_norm", "rms_norm") and (name != "add" or shape_of(value)[-1:] != (1,)):
+        return False
+    symbols = [each for each in torch.utils._pytree.tree_leaves(given) if isinstance(each, _SYMBOLS)]
+    return all(isinstance(each, torch.SymFloat) and each.node.expr.is_symbol for each in symbols)
 
 
 def _are_some(kinds: set[type], wanted: tuple[type, ...]) -> bool:

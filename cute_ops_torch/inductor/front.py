@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
+from torch.utils._python_dispatch import _disable_current_modes
 
 from cute_ops.fusion.graph import FLOATS, NARROW, Graph
 from cute_ops.fusion.graph import Node as Value
@@ -83,7 +84,8 @@ class Front:
             if not _may_be_set(node):
                 value = getattr(self._module, str(node.target), value)
             if type(value) is torch.Tensor and value.numel() == 1 and dtype_of(value) in VALUES and not _is_fake(value):
-                return self._constant(value.item(), dtype_of(value))
+                with _disable_current_modes():  # a pass may run where tensors are fake
+                    return self._constant(value.item(), dtype_of(value))
         if node.op in ("placeholder", "get_attr"):
             made = self.graph.input(shape_of(value), dtype_of(value)) if isinstance(value, torch.Tensor) else value
             if isinstance(made, Value):

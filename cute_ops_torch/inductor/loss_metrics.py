@@ -5,6 +5,7 @@ A head's loss computes both, too, so logits need not be held for them.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -24,10 +25,12 @@ class Metric(NamedTuple):
     Attributes:
         node: what computes it.
         predicted: whether it is the greatest class; else it is the log-sum-exp.
+        rows: the view of the logits, or the layer, whose rows these are; None before it is known.
     """
 
     node: Node
     predicted: bool
+    rows: Any = None
 
 
 def of(readers: Iterable[Any], dims: int) -> list[Metric] | None:
@@ -89,15 +92,19 @@ def place(graph: Graph, readers: Sequence[Node], layer: Node, target: Node) -> N
     return first
 
 
-def put(graph: Graph, metric: Metric, lse: Node, predicted: Node) -> None:
-    """Replace a metric by the result of a loss."""
-    like, made = value_of(metric.node), predicted if metric.predicted else lse
-    assert like is not None
-    steps: list[tuple[str, tuple[Any, ...]]] = [("reshape", tuple(like.shape))]
-    steps += [("to", (like.dtype,))] if metric.predicted else []
-    steps += [] if metric.predicted or like.requires_grad else [("detach", ())]
+def put(graph: Graph, metric: Metric, result: Node, rows: Node) -> None:
+    """Replace a metric by the result of a loss, in the shape of the rows of a head's input."""
+    like, whole = value_of(metric.node), value_of(rows)
+    assert like is not None and whole is not None
+    column: Any = (..., slice(0, 1) if like.ndim == whole.ndim else 0)
     with graph.inserting_before(metric.node):
-        for name, given in steps:
-            made = graph.call_method(name, (made, *given))
-            made.meta = {**metric.node.meta, "example_value": like}
+        shape = graph.call_function(operator.getitem, (rows, column))
+        shape.meta = {**metric.node.meta, "example_value": whole[column]}
+        made = graph.call_method("view_as", (result, shape))
+        made.meta = {**metric.node.meta, "example_value": like.to(torch.int32) if metric.predicted else like}
+        if metric.predicted:
+            made = graph.call_method("to", (made, like.dtype))
+        elif not like.requires_grad:
+            made = graph.call_method("detach", (made,))
+        made.meta = {**metric.node.meta, "example_value": like}
     metric.node.replace_all_uses_with(made)

@@ -153,6 +153,8 @@ def _read_once(loss: Any, logits: Any, keeps_logits: bool) -> _Head | None:
         if found is None or (found and any(calls(view, "getitem") for view in views)):
             return False
         metrics.extend(found)
+        if calls(source, "linear") or _keeps_columns(source):
+            metrics[:] = [each._replace(rows=each.rows or source) for each in metrics]
         return True
 
     source, reader = logits, loss
@@ -188,7 +190,7 @@ def _keeps_columns(node: Any) -> bool:
 
 def _with_head(graph: Graph, node: Any, loss: _Loss, head: _Head) -> None:
     """The loss from the head's input."""
-    hidden, weight = _rows_of_head(graph, node, node, head), head.layer.args[1]
+    hidden, weight = [*_rows_of_head(graph, node, node, head).values()][-1], head.layer.args[1]
     with graph.inserting_before(node):
         made = graph.call_function(
             torch.ops.cute.linear_cross_entropy.default,
@@ -214,7 +216,8 @@ def _with_metrics(graph: Graph, node: Any, place: Any, loss: _Loss, head: _Head)
 
     The op knows nothing else of an ignored row, either: it gets another class instead, and the loss is masked.
     """
-    hidden, weight = _rows_of_head(graph, node, place, head), head.layer.args[1]
+    rows, weight = _rows_of_head(graph, node, place, head), head.layer.args[1]
+    hidden = [*rows.values()][-1]
     value = value_of(loss.target)
     assert value is not None
     ignored, losses = loss.ignore_index, value.new_empty(value.shape, dtype=torch.float32)
@@ -235,16 +238,19 @@ def _with_metrics(graph: Graph, node: Any, place: Any, loss: _Loss, head: _Head)
             outputs.append(graph.call_function(operator.getitem, (raw, i)))
         outputs[-1].meta = {**node.meta, "example_value": losses.to(kind)}
     for metric in head.metrics:
-        loss_metrics.put(graph, metric, outputs[1], outputs[3])
+        loss_metrics.put(graph, metric, outputs[3 if metric.predicted else 1], rows[metric.rows])
     kept = method("masked_fill", outputs[0], losses, skipped, 0.0)
     with graph.inserting_before(node):
         made = _reduced(graph, node, kept, loss)
     _finish(graph, node, made, torch.float32)
 
 
-def _rows_of_head(graph: Graph, node: Any, place: Any, head: _Head) -> Any:
-    """The head's input before a place, its rows selected as those of the logits were."""
+def _rows_of_head(graph: Graph, node: Any, place: Any, head: _Head) -> dict[Any, Any]:
+    """The head's input before a place, its rows selected as those of the logits were: by the layer and by each of the
+    views of the logits.
+    """
     hidden, weight = head.layer.args[:2]
+    rows = {head.layer: hidden}
     for each in head.returned:
         _return_nothing(graph, each, hidden)
     with graph.inserting_before(place):
@@ -263,8 +269,8 @@ def _rows_of_head(graph: Graph, node: Any, place: Any, head: _Head) -> Any:
                 shape = value_of(view).shape  # type: ignore[union-attr]
                 value = hidden.meta["example_value"].new_empty((*shape[:-1], columns))
             made.meta = {**node.meta, "example_value": value}
-            hidden = made
-    return hidden
+            rows[view] = hidden = made
+    return rows
 
 
 def _return_nothing(graph: Graph, logits: Any, hidden: Any) -> None:
