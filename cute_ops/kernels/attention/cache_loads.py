@@ -83,6 +83,8 @@ class CopyRing(Fixed):
 
     @cute.jit
     def consumer_release(self, slot: cutlass.Constexpr):
+        """Let a slot be filled again: one lane says so, once all of its warp have read what is marked."""
+        cute.arch.sync_warp()
         if cute.arch.lane_idx() == 0:
             cute.arch.mbarrier_arrive(self.empty + slot.index)
 

@@ -400,7 +400,10 @@ class MlaDecodeSm90(Latent):
 
     @cute.jit
     def _release(self, shared: cutlass.Constexpr, stage, thread):
-        """Let a stage be filled again, once both warpgroups have."""
+        """Let a stage be filled again, once both warpgroups have. One lane says so for its warp, once all lanes have
+        read which keys are there.
+        """
+        cute.arch.sync_warp()
         if thread % WARP == 0:
             cute.arch.mbarrier_arrive(shared.empty + stage)
 
