@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from cute_ops.expressions.graph import Expression
+from cute_ops.expressions.primitives import PRIMITIVES
 from cute_ops.expressions.text import text_of
 from cute_ops.fusion.canonical import Canonical
 from cute_ops.fusion.express import Expressed, Leaf
@@ -51,6 +52,12 @@ class Found:
     @cached_property
     def meaning(self) -> Meaning | None:
         return meaning_of(self.flat) or self._rotation_of_pairs()
+
+    @cached_property
+    def reduces(self) -> bool:
+        """Whether it reduces rows."""
+        words = [node.primitive for node in self.expression.nodes if node.primitive in PRIMITIVES]
+        return any(PRIMITIVES[word].reduces for word in words)
 
     def _rotation_of_pairs(self) -> Meaning | None:
         """``rope`` of neighbouring pairs, which no primitive turns: ``x * cos + rotate_pairs(x) * sin``."""

@@ -16,12 +16,13 @@ from cute_ops.ops.expression.call import op_of
 _SHAPES = {"t": "*m n", "2t": "*m 2n", "r": "n", "2r": "2n", "c": "*m 1", "s": ""}
 
 
-def declared(found: Found) -> Op:
-    """The op of an expression, whose operands are ``x0``, ``x1``, ... in the order of its leaves.
+def declared(found: Found, examples: bool = False) -> Op:
+    """The op of an expression, whose operands are ``x0``, ``x1``, ... in the order of its leaves; ``examples`` as for
+    :func:`declaration`.
 
     An operand of bools is given as zeros and ones of the dtype that :func:`operand_dtypes` says.
     """
-    text, operands = declaration(found)
+    text, operands = declaration(found, examples)
     return _op(text, tuple(operands.items()))
 
 
@@ -31,18 +32,33 @@ def _op(text: str, operands: tuple[tuple[str, str], ...]) -> Op:
     return op_of(text, dict(operands), name="found")
 
 
-def declaration(found: Found) -> tuple[str, Mapping[str, str]]:
-    """The text of an expression that is the op's, and the shapes of the op's operands by name."""
-    kinds = tuple(
-        f"any {_SHAPES[str(leaf.operand)]}" if is_expanded(leaf, found) else _SHAPES[str(leaf.operand)]
-        for leaf in found.leaves
-    )
-    return _declared(found.expression, operand_dtypes(found), kinds, tuple(root.dtype for root in found.roots))
+def declaration(found: Found, examples: bool = False) -> tuple[str, Mapping[str, str]]:
+    """The text of an expression that is the op's, and the shapes of the op's operands by name. With ``examples`` what
+    all rows of an example share has the dims of the batch alone: the kernel sums its gradient over these rows.
+    """
+    kinds = []
+    for leaf in found.leaves:
+        shape = _SHAPES[str(leaf.operand)]
+        if examples and is_of_example(leaf, found):
+            shape = shape.replace("*m", "*b")
+        elif is_expanded(leaf, found):
+            shape = f"any {shape}"
+        kinds.append(shape)
+    return _declared(found.expression, operand_dtypes(found), tuple(kinds), tuple(root.dtype for root in found.roots))
 
 
 def is_expanded(leaf: Leaf, found: Found) -> bool:
     """Whether a leaf is a tile that is copied to rows which it lacks; outputs' dtypes do not follow from it."""
     return leaf.operand.kind[:2] == (True, True) and leaf.rows == found.rows and not is_whole(leaf)
+
+
+def is_of_example(leaf: Leaf, found: Found) -> bool:
+    """Whether a leaf lacks no rows but the last dim of them, which a tile has."""
+    *batch, m = found.rows or (1,)
+    rows = [label for label in leaf.labels if label >= 0]
+    if leaf.rows != found.rows or m == 1 or not rows or rows != [i for i, size in enumerate(batch) if size != 1]:
+        return False
+    return any(other.operand.kind[:2] == (True, True) and is_whole(other) for other in found.leaves)
 
 
 def operand_dtypes(found: Found) -> tuple[str, ...]:
@@ -56,7 +72,8 @@ def operand_dtypes(found: Found) -> tuple[str, ...]:
 def _declared(
     expression: Expression, dtypes: tuple[str, ...], shapes: tuple[str, ...], outputs: tuple[str, ...]
 ) -> tuple[str, Mapping[str, str]]:
-    every = [i for i, operand in enumerate(expression.operands) if operand.kind[:2] == (True, True)]
+    tiles_of_rows = [i for i, operand in enumerate(expression.operands) if operand.kind[:2] == (True, True)]
+    every = [i for i in tiles_of_rows if not shapes[i].startswith("*b")]
     whole = [i for i in every if not shapes[i].startswith("any ")] or every
     tiles = {i: dtypes[i] for i in whole}
     several = len(set(tiles.values())) > 1

@@ -17,7 +17,7 @@ from cute_ops.expressions.text import text_of
 from cute_ops.fusion.analyse import Call as Named
 from cute_ops.fusion.analyse import Found
 from cute_ops.fusion.choose import Choice
-from cute_ops.fusion.declare import declared, operand_dtypes, with_dtypes
+from cute_ops.fusion.declare import declaration, declared, operand_dtypes, with_dtypes
 from cute_ops.fusion.express import COLUMNS, Leaf
 from cute_ops.fusion.graph import Node
 from cute_ops.ops import OPS
@@ -151,8 +151,8 @@ def _with_gradient_of(expression: Call, run: Call) -> Call:
 
 
 def _fused(found: Found, choice: Choice) -> Call:
-    op, dtypes = declared(found), operand_dtypes(found)
-    shapes = [tensor.shape for tensor in op.inputs.values()]
+    op, dtypes = declared(found, examples=True), operand_dtypes(found)
+    shapes = declaration(found, examples=True)[1].values()
     fits = [_fit(leaf, found, shape) for leaf, shape in zip(found.leaves, shapes, strict=True)]
     call: Any = partial(call_fitted, register(op), fits)
     if any(how.expanded and dtype != "float32" for how, dtype in zip(fits, dtypes, strict=True)):
@@ -203,6 +203,9 @@ def _acc_first(expression: Expression, product: int) -> Expression:
 def _fit(leaf: Leaf, found: Found, shape: str) -> Fit:
     """How a leaf broadcasts to the values."""
     own = _own(leaf, found)
+    if shape.startswith("*b"):
+        sizes = (*found.rows[:-1], own[-1])
+        return Fit(shape, sizes, sizes)
     if "*m" not in shape:
         return Fit(shape, own[-1:] if COLUMNS in leaf.labels else (), own[-1:] if COLUMNS in leaf.labels else ())
     return Fit(shape, (*found.rows, own[-1]), own)

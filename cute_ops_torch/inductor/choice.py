@@ -75,9 +75,9 @@ class Chooser:
             choice = choice._replace(why="the framework's product adds its bias") if not choice.kind else choice
         if choice.name and choice.name not in self.names:
             return Choice("", why=f"{choice.name} is not asked for")
-        if choice.kind == "fused" and not _reduces(found) and any(map(_is_rotated, found.leaves)):
+        if choice.kind == "fused" and not found.reduces and any(map(_is_rotated, found.leaves)):
             return Choice("", why="it is part of a rotation, which only epilogues of products compute")
-        if choice.kind == "fused" and device == "cuda" and not _reduces(found):
+        if choice.kind == "fused" and device == "cuda" and not found.reduces:
             return choice if asked_for(torch.device(device)) else Choice("", why=_STAYS)
         return choice
 
@@ -178,7 +178,3 @@ def _adds_bias(found: Found) -> bool:
 
 def _is_rotated(leaf: Leaf) -> bool:
     return leaf.node.op == "primitive" and isinstance(leaf.node.attr, tuple)
-
-
-def _reduces(found: Found) -> bool:
-    return any(node.primitive in PRIMITIVES and PRIMITIVES[node.primitive].reduces for node in found.expression.nodes)

@@ -29,7 +29,7 @@ from cute_ops.expressions.text import text_of
 from cute_ops.fusion.analyse import Found
 from cute_ops.fusion.choose import Choice, is_whole
 from cute_ops.fusion.composite import Composite
-from cute_ops.fusion.declare import declaration, is_expanded, operand_dtypes, with_dtypes
+from cute_ops.fusion.declare import declaration, is_expanded, is_of_example, operand_dtypes, with_dtypes
 from cute_ops.fusion.express import COLUMNS, Leaf
 from cute_ops.fusion.graph import Node as Value
 from cute_ops.ops import OPS
@@ -198,10 +198,12 @@ class Emitter:
         return Call(op, tuple(given.get(name) for name in op.inputs), attrs, outputs)
 
     def _fused(self, found: Found, choice: Choice) -> Call:
-        op = recipes.fused(*declaration(found))
+        examples = not self.order
+        op = recipes.fused(*declaration(found, examples))
         arrays = []
         for leaf, dtype in zip(found.leaves, operand_dtypes(found), strict=True):
-            array = self._fitted(leaf, found)
+            shared = examples and is_of_example(leaf, found)
+            array = self._of_example(leaf, found) if shared else self._fitted(leaf, found)
             if leaf.node.dtype == "bool":
                 array = self.method("to", array, getattr(torch, dtype))
             arrays.append(array)
@@ -335,7 +337,16 @@ class Emitter:
         """An operand in the shape in which it meets the values, its rows in the results' order."""
         array = self._broadcast(leaf, found, copied)
         rows = self.order and leaf.operand.kind.rows
-        return self._aligned(self.method("permute", array, (*self.order, len(self.order))) if rows else array)
+        array = self.method("permute", array, (*self.order, len(self.order))) if rows else array
+        if found.reduces and not (copied or _has_rows(array)):
+            return self.method("contiguous", array)  # where Inductor computes it, it writes it so
+        return self._aligned(array)
+
+    def _of_example(self, leaf: Leaf, found: Found) -> Node:
+        """An operand that all rows of an example share, without their dim."""
+        columns = leaf.node.shape[leaf.labels.index(COLUMNS)] if COLUMNS in leaf.labels else 1
+        array = self._reshaped(self.array(leaf.node), leaf.node.shape, (*found.rows[:-1], columns))
+        return array if _has_rows(array) else self.method("contiguous", array)
 
     def _broadcast(self, leaf: Leaf, found: Found, copied: bool) -> Node:
         array = self.array(leaf.node)
@@ -370,8 +381,7 @@ class Emitter:
         return self.method("reshape", array, _sizes(after))
 
     def _aligned(self, array: Node) -> Node:
-        value = example(array)
-        if value.ndim and value.shape[-1] != 1 and value.stride(-1) != 1:
+        if not _has_rows(array):
             raise Refused("an operand's rows are not contiguous")
         return array
 
@@ -393,6 +403,12 @@ class Emitter:
 
 # What an inserted node takes over from the one before which it stands.
 _KEPT = ("stack_trace", "nn_module_stack", "source_fn_stack", "custom")
+
+
+def _has_rows(array: Node) -> bool:
+    """Whether neighbours in the last dim of a tensor are neighbours in memory."""
+    value = example(array)
+    return not value.ndim or value.shape[-1] == 1 or value.stride(-1) == 1
 
 
 def linear_op(found: Found, choice: Choice) -> tuple[Op, list[Leaf], tuple[int, ...]]:

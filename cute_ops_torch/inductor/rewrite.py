@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -24,7 +23,7 @@ from cute_ops.fusion.scores import Known
 from cute_ops.fusion.settle import Expressions, Layers, settle
 from cute_ops.garbage import without_collections
 from cute_ops_torch.inductor.dynamo import DynamoFront, Holder, storage_of, sweep
-from cute_ops_torch.inductor.effects import example
+from cute_ops_torch.inductor.effects import example, name_of
 from cute_ops_torch.inductor.emit import Call, Emitter, Refused
 from cute_ops_torch.inductor.fx import hint
 
@@ -194,7 +193,7 @@ class Rewriting:
             emits = emitter(order)
             made, gain = emits.emit(found, choice, self.choosing.judge)
         made = [emits.as_held(new, holders[0].node) for holders, new in zip(roots, made, strict=True)]
-        if wrong := next(filter(None, map(partial(_wrong, isinstance(found, Composite)), made, roots)), ""):
+        if wrong := next(filter(None, map(_wrong, made, roots)), ""):
             emits.undo()
             raise Refused(wrong)
         gain = self.settled(found, choice, emits, roots, made, gain)
@@ -302,12 +301,12 @@ def _order(found: Found, results: list[Any]) -> tuple[int, ...]:
     return () if order == tuple(range(rank)) else order
 
 
-def _wrong(is_part_of_layer: bool, new: Node, holders: list[Holder]) -> str:
+def _wrong(new: Node, holders: list[Holder]) -> str:
     """Why a new tensor cannot take the place of others; empty if it can."""
     wrong = _differs(new, holders[0].node)
     if wrong or lies_alike(new, holders[0].node):
         return wrong
-    fits = is_part_of_layer and all(is_read_alike(each.node, example(new)) for each in holders)
+    fits = all(is_read_alike(each.node, example(new)) for each in holders)
     return "" if fits else "its result is not laid out row by row"
 
 
@@ -337,7 +336,7 @@ def is_read_alike(node: Node, value: torch.Tensor) -> bool:
     """
     for user in node.users:
         made = example(user)
-        if user.op == "output":
+        if user.op == "output" or name_of(user.target) == "as_strided":
             return False
         if isinstance(made, torch.Tensor) and storage_of(made) != storage_of(example(node)):
             continue  # computed anew, in an array of its own

@@ -205,6 +205,13 @@ def test_a_block_with_modulated_norms() -> None:
     assert inductor.replaced == {"fused": 3, "mlp": 1}
 
 
+def test_modulated_norms_of_rows_that_lie_across() -> None:
+    """A convolution's result has its places beside each other; what the model returns keeps these strides."""
+    x, condition = torch.randn(2, 32, 5).transpose(1, 2), torch.randn(2, 32)
+    compare(DiT(), lambda run: run(x, condition).cos().sum(), through_autograd, fullgraph=True)
+    assert inductor.replaced == {"fused": 2, "mlp": 1}
+
+
 @pytest.mark.slow
 def test_bodies_of_checkpoints_are_rewritten() -> None:
     """Torch runs the pass on them, too; here the graphs are as Dynamo made them."""
