@@ -50,7 +50,7 @@ class Graph:
         nodes: all of them.
         outputs: what the program returns, or keeps.
         named: by opaque node the op that it is.
-        metrics: whether a loss may give what the program reads of its logits beside it.
+        metrics: whether a loss may give what the program reads of its logits beside it, and its product be in float32.
     """
 
     def __init__(self, exact: bool = False, flat: bool = False, metrics: bool = False) -> None:

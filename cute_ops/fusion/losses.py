@@ -297,9 +297,10 @@ def _with_head(
     product = logits.value
     x, weight = product.args
     rows = _rows_left(x.shape[:-1], logits.sliced)
-    if rows is None or product.dtype != x.dtype:
+    wide = product.dtype != x.dtype
+    if rows is None or (wide and not (graph.metrics and product.dtype == "float32")):
         return None
-    attrs = {**call.attrs, "transposed": product.attr[1] == (0,), "total": False}
+    attrs = {**call.attrs, "transposed": product.attr[1] == (0,), "total": False, **({"wide": True} if wide else {})}
     attrs |= {"softcap": logits.cap, "logit_scale": logits.scale, "sliced": logits.sliced}
     nodes, shapes = (x, weight, target), (x.shape, weight.shape, rows)
     if logits.bias is None:

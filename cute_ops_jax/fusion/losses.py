@@ -21,6 +21,7 @@ from cute_ops.fusion.loss_metrics import What
 from cute_ops.ops.reduction.cross_entropy import cross_entropy, shaped
 from cute_ops.ops.reduction.cross_entropy_metrics import cross_entropy_metrics
 from cute_ops_jax.composite.losses import linear_cross_entropy
+from cute_ops_jax.fusion.wide_head import wide_head
 from cute_ops_jax.primitive.any_size import is_symbolic
 from cute_ops_jax.primitive.function import register
 
@@ -55,18 +56,19 @@ def loss_with_metrics(
 
 def linear_loss_with_metrics(
     hidden: Any, weight: Any, target: Any, *, bias: Any = None, sign: float, outside: str, of: str, transposed: bool,
-    total: bool, sliced: Sequence[tuple[int, ...]] = (), beside: Sequence[What], **attrs: float,
+    total: bool, sliced: Sequence[tuple[int, ...]] = (), wide: bool = False, beside: Sequence[What], **attrs: float,
 ) -> list[Any]:  # fmt: skip
     """:func:`linear_loss` of each row, and what the program reads of the logits beside it."""
     hidden, weight = _layer(hidden, weight, transposed, sliced)
     target, known = _classes(target, weight.shape[0], outside)
 
     def run(target: Any) -> Any:
+        if wide:
+            return wide_head(cross_entropy_metrics, hidden, weight, bias, target, attrs)
         return register(linear_cross_entropy_metrics)(hidden, weight, target, bias, reduction="none", **attrs)
 
     def predicted(row: Any) -> Any:
-        logits = row @ weight.T
-        return jnp.argmax(logits if bias is None else logits + bias, -1).astype("int32")
+        return jnp.argmax(_logits(row, weight, bias, wide), -1).astype("int32")
 
     def predict() -> Any:
         return _by_chunks(predicted, hidden, weight)(hidden.reshape(-1, hidden.shape[-1])).reshape(target.shape)
@@ -76,22 +78,27 @@ def linear_loss_with_metrics(
 
 def linear_loss(
     hidden: Any, weight: Any, target: Any, *, bias: Any = None, mask: Any = None, sign: float, outside: str,
-    of: str, transposed: bool, total: bool, sliced: Sequence[tuple[int, ...]] = (), **attrs: float,
+    of: str, transposed: bool, total: bool, sliced: Sequence[tuple[int, ...]] = (), wide: bool = False, **attrs: float,
 ) -> Any:  # fmt: skip
-    """The loss of a linear head, times ``sign``; ``total``: the sum over the rows, of which ``mask`` has some."""
+    """The loss of a linear head, times ``sign``; ``total``: the sum over the rows, of which ``mask`` has some;
+    ``wide``: of logits in float32.
+    """
     hidden, weight = _layer(hidden, weight, transposed, sliced)
     target, known = _classes(target, weight.shape[0], outside)
 
     def ours(hidden: Any, weight: Any, bias: Any, target: Any, mask: Any) -> Any:
+        target = _ignored(_ignored(target, known), mask)
+        if wide:
+            (losses,) = wide_head(cross_entropy, hidden, weight, bias, target, {"ignore_index": -1, **attrs})
+            return jnp.sum(losses) if total else losses
         options = {"ignore_index": -1, "reduction": "sum" if total else "none", **attrs}
-        return linear_cross_entropy(hidden, weight, _ignored(_ignored(target, known), mask), bias, **options)
+        return linear_cross_entropy(hidden, weight, target, bias, **options)
 
     def careful(hidden: Any, weight: Any, bias: Any, target: Any, mask: Any) -> Any:
         @jax.checkpoint
         def of_row(given: Any) -> Any:
             row, at = given
-            logits = row @ weight.T
-            return _of_rows(logits if bias is None else logits + bias, at, outside, of, **attrs)
+            return _of_rows(_logits(row, weight, bias, wide), at, outside, of, **attrs)
 
         rows = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
         losses = _by_chunks(of_row, hidden, weight)(rows).reshape(target.shape)
@@ -106,6 +113,11 @@ def _layer(hidden: Any, weight: Any, transposed: bool, sliced: Sequence[tuple[in
     for axis, start, stop, step in sliced:
         hidden = jax.lax.slice_in_dim(hidden, start, stop, step, axis)
     return hidden, weight.T if transposed else weight
+
+
+def _logits(rows: Any, weight: Any, bias: Any, wide: bool) -> Any:
+    logits = jnp.matmul(rows, weight.T, preferred_element_type=jnp.float32 if wide else None)
+    return logits if bias is None else logits + bias
 
 
 def _by_chunks(of_row: Callable[..., Any], hidden: Any, weight: Any) -> Callable[..., Any]:

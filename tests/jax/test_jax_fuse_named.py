@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import cute_ops_jax
+from cute_ops_jax.fusion import wide_head
 
 B, T, HEADS, D, H, CLASSES = 2, 3, 5, 8, 6, 8
 KEY = np.random.default_rng(7)
@@ -432,6 +433,38 @@ def test_losses_with_metrics_and_with_gradients_of_their_own(name: str, target: 
     for a, b in zip(*map(jax.tree.leaves, (want, got)), strict=True):
         assert a.dtype == b.dtype
         np.testing.assert_allclose(b, a, rtol=2e-5, atol=5e-6)
+
+
+WIDE: dict[str, Function] = {
+    "mean": lambda x, t: of_optax(x, t).mean(),
+    "rule and accuracy": lambda x, t: (OWN(x, jax.nn.one_hot(t, CLASSES), 1e-2), (x.argmax(-1) == t).mean()),
+    "nearest class": lambda x, t: -jnp.take_along_axis(jax.nn.log_softmax(x + BIAS), t[..., None], -1, mode="clip"),
+}
+
+
+@pytest.mark.parametrize("rows", [None, 4])
+@pytest.mark.parametrize("name", WIDE)
+def test_float32_products_of_16_bit_operands(name: str, rows: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits stay in float32, and are not held; ``rows``: how many at a time."""
+    if rows:
+        monkeypatch.setattr(wide_head, "rows_per_chunk", lambda *args: rows)
+    h, w = HIDDEN.astype("bfloat16"), WEIGHT.astype("bfloat16")
+
+    def of_head(h: jax.Array, w: jax.Array, target: jax.Array) -> Any:
+        made = jax.tree.leaves(WIDE[name](jnp.einsum("bth,nh->btn", h, w, preferred_element_type=jnp.float32), target))
+        return sum(jnp.sum(jnp.sin(each)) for each in made), made
+
+    for target in (TARGET, SOME_CLASSES):
+        found = cute_ops_jax.fuse.report(of_head, h, w, target).replaced
+        assert found[0].becomes.startswith("linear_cross_entropy")
+        want, got = (
+            jax.jit(jax.value_and_grad(f, (0, 1), has_aux=True))(h, w, target)
+            for f in (of_head, cute_ops_jax.fuse(of_head))
+        )
+        for a, b in zip(*map(jax.tree.leaves, (want, got)), strict=True):
+            assert a.dtype == b.dtype
+            rtol = 2e-2 if a.dtype == jnp.bfloat16 else 2e-5
+            np.testing.assert_allclose(*(each.astype("float32") for each in (b, a)), rtol=rtol, atol=rtol)
 
 
 RULES: dict[str, Function] = {
