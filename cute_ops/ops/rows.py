@@ -137,6 +137,16 @@ def threads_for(vectors: int, per_thread: int, most: int = 1024) -> int:
     return next_power(threads) if threads <= WARP else min(-(-threads // WARP) * WARP, most)
 
 
+def even_threads(vectors: int, least: int, most: int) -> int:
+    """Threads of a row, with ``least`` to ``most`` of so many vectors each, that hold the fewest past its end; of equal
+    ones the fewest, which exchange less.
+    """
+    counts = (*(1 << i for i in range(WARP.bit_length())), *range(2 * WARP, 1024 + 1, WARP))
+    held = {threads: -(-vectors // threads) for threads in counts}
+    fitting = [threads for threads, each in held.items() if least <= each <= most]
+    return min(fitting, key=lambda threads: (held[threads] * threads, threads), default=threads_for(vectors, least))
+
+
 def cluster_for(vectors: int, per_cta: int, most: int) -> int:
     """CTAs, a power of two up to ``most``, that hold at most ``per_cta`` vectors each where possible."""
     ctas = 1

@@ -5,7 +5,8 @@ Lengths are in 16-byte vectors of the tiles, which share a dtype. A span is what
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -32,9 +33,11 @@ from cute_ops.ops.rows import (
     TWO_PASS_THREADS,
     UNEVEN_THREADS,
     WIDEST_VECTOR,
+    Ladder,
     RowProblem,
     alignment_in_step,
     cluster_for,
+    even_threads,
     in_step,
     of_scheduler,
     period_of,
@@ -73,6 +76,9 @@ SUMS_VECTORS = (3, 4, 5)
 # SUMS_FEWER_THREADS. The sums of 32 bits take half as many registers: SUMS_WIDE_THREADS. CTAs of unaligned rows have
 # SUMS_UNALIGNED_THREADS.
 SUMS_THREADS, SUMS_FEWER_THREADS, SUMS_WIDE_THREADS, SUMS_UNALIGNED_THREADS = 256, 384, 512, 128
+# Rows for which FEWER_CTAS of CTA_VECTORS each would be needed are shared by fewer, of up to LONG_SPAN vectors: two
+# that share an SM, and wait for their clusters, take longer. 728 x 61440 takes 0.65 of a copy's rate instead of 0.35.
+FEWER_CTAS, LONG_SPAN = 8, 1920
 # Threads of an SM, times row vectors of sums, up to which one more CTA has registers where clusters would be idle.
 IDLE_THREADS = 896
 # Sums over short unaligned rows: threads of a row by its vectors and those of an SM. Of rows that are not reduced those
@@ -95,13 +101,24 @@ DEEP_KEPT, DEEP_THREADS = 64, 512
 # Two tiles in the registers of clusters, whose reductions take longer: a thread has four vectors of each in 80
 # registers, so 1.5 times as many bytes are in flight. With one stage it has 64 registers: WIDE_ONCE.
 WIDE_THREADS, WIDE_ONCE_THREADS, WIDE_ONCE_CTAS = 768, 960, 5
-# Unaligned rows, one per CTA: vectors of a thread and threads of an SM, for two tiles, for two tiles in more than two
-# stages, for a dear tile and for all others. With more vectors per thread the work at a row's ends counts less.
-UNALIGNED_PAIR, UNALIGNED_LONG_PAIR, UNALIGNED_DEAR, UNALIGNED = (3, 768), (3, 576), (6, 768), (3, 1152)
-# With two outputs a thread has one vector more, since nothing is kept.
-UNALIGNED_TWO = 512
+# Unaligned rows: a thread has UNALIGNED_LEAST to UNALIGNED_MOST vectors, one more of a dear tile and one fewer of two
+# such, so many that the fewest lie past the row's end: 64 threads for the 139 vectors of 1039 columns take 0.75 of a
+# copy's rate, 32 threads 0.95. Threads of an SM by the vectors that each has, by whether there are several tiles and
+# whether they are dear; fewer beside several row vectors.
+UNALIGNED_LEAST, UNALIGNED_MOST = 3, 5
+UNALIGNED_THREADS: Mapping[tuple[bool, bool], Ladder[int]] = {
+    (False, False): ((math.inf, 1152),), (False, True): ((4, 1152), (math.inf, 768)),
+    (True, False): ((4, 768), (math.inf, 640)), (True, True): ((3, 768), (math.inf, 512)),
+}  # fmt: skip
+UNALIGNED_WEIGHTED_THREADS = 896
+# With two outputs a thread has four vectors, since nothing is kept.
+UNALIGNED_TWO, UNALIGNED_TWO_THREADS = 4, 512
+# Of unaligned rows whose threads wait for their sums alone a thread has so many, from LEAST to MOST.
+ALONE_LEAST, ALONE_MOST = 4, 9
 # Unaligned rows of 129 to 256 vectors of which nothing is reduced: vectors of a thread and threads of an SM.
 UNALIGNED_ALONE = (1, 1792)
+# CTAs of an SM, and vectors of a thread, of longer ones, which several CTAs share.
+UNREDUCED_CTAS, UNREDUCED_VECTORS = 2, 2
 # The longest of them: a CTA of 384 threads, two or three of which share an SM.
 UNALIGNED_VECTORS = 1152
 # One dear tile in the registers of clusters: threads of an SM.
@@ -245,7 +262,7 @@ class RowExpression(NamedTuple):
         most_kept = MOST_KEPT * (2 if twice else 1)
         if self.read > 1 and not self._wide(cluster) and self._dealt(span):
             most_kept = 0
-        if alone:
+        if alone and row.aligned:
             most_kept *= 2
         if row.vectors > WARP and self.special and self.texts.kinds.count("t") > 1:
             most_kept = 0  # what is kept for two outputs would not fit registers
@@ -262,6 +279,8 @@ class RowExpression(NamedTuple):
         """Threads of a row, or of what a CTA of a cluster has of it, held in registers."""
         dear = self.special >= DEAR
         if self._sums_alone(row, cluster):
+            if not row.aligned:
+                return even_threads(row.touched, ALONE_LEAST, ALONE_MOST)
             per_thread = 4 if self.read == 2 else 7 if row.vectors > 4 * WARP else 5
             return threads_for(row.touched, per_thread)
         if row.vectors <= WARP:
@@ -276,6 +295,8 @@ class RowExpression(NamedTuple):
             return self._threads_of_tiles(span)
         if self.special >= SLOW:
             return threads_for(span, SLOW_VECTORS)
+        if cluster > 1 and not stages(self.expression):
+            return threads_for(span, UNREDUCED_VECTORS)
         return threads_for(span, 4) if cluster > 1 or (dear and row.aligned) else row_threads(row)
 
     def _threads_of_tiles(self, span: int) -> int:
@@ -304,6 +325,8 @@ class RowExpression(NamedTuple):
     def _resident(self, row: RowProblem, cluster: int, share: int, threads: int, keep: bool) -> int:
         """CTAs of an SM, which bound a thread's registers; 1 for no bound."""
         longer = row.vectors > WARP
+        if cluster > 1 and not stages(self.expression):
+            return UNREDUCED_CTAS
         if longer and self.texts.random:
             most = REGISTER_THREADS if row.touched > RANDOM_THREADS else SHORT_RANDOM_THREADS
             return max(most // max(128, share), 1)
@@ -325,7 +348,7 @@ class RowExpression(NamedTuple):
 
     def _in_fours(self, cluster: int) -> bool:
         """Whether a thread has four vectors of each of two tiles of a deep expression."""
-        return self.deep and (cluster > 1 or not self.depth)
+        return self.deep
 
     def _pairs_share(self, share: int, keep: bool) -> bool:
         """Whether two CTAs of several tiles share an SM: one loads while the other computes."""
@@ -340,17 +363,22 @@ class RowExpression(NamedTuple):
         return not row.aligned and self.special < SLOW and self.read <= 2
 
     def _unaligned(self, row: RowProblem) -> FusedRowConfig:
-        if self.read > 1:
-            per_thread, most = UNALIGNED_PAIR if self.depth <= 2 else UNALIGNED_LONG_PAIR
-        else:
-            per_thread, most = UNALIGNED_DEAR if self.special >= DEAR else UNALIGNED
+        dear, several = self.special >= DEAR, self.read > 1
+        two = bool(several and self.special and self.texts.kinds.count("t") > 1)
         if not stages(self.expression) and 4 * WARP < row.touched <= 8 * WARP:
             per_thread, most = UNALIGNED_ALONE
-        two = bool(self.read > 1 and self.special and self.texts.kinds.count("t") > 1)
-        share = threads_for(row.touched, per_thread + two)
+            share = threads_for(row.touched, per_thread + two)
+        elif two:
+            share = threads_for(row.touched, UNALIGNED_TWO)
+        else:
+            most_held = UNALIGNED_MOST + (dear and not several) - (dear and several and not self.deep)
+            share = even_threads(row.touched, UNALIGNED_LEAST, most_held)
+            most = step(UNALIGNED_THREADS[several, dear], -(-row.touched // share))
+            most = min(most, UNALIGNED_WEIGHTED_THREADS) if self.weights > 1 else most
         threads = max(128 // share, 1) * share
-        resident = max((UNALIGNED_TWO if two else most) // threads, 1)
-        keep = not (self.late or two)
+        resident = max((UNALIGNED_TWO_THREADS if two else most) // threads, 1)
+        few = (dear and not several) or -(-row.touched // share) * row.vector_elements <= MOST_KEPT
+        keep = few and not (self.late or two or (self.deep and not self.depth))
         return self._config("one_pass", threads, share, 1, resident, align_vectors=row.align_vectors, keep=keep)
 
     def _in_ring(self, row: RowProblem) -> FusedRowConfig | None:
@@ -374,6 +402,8 @@ class RowExpression(NamedTuple):
         """Persistent clusters with two or more slots, and the sums of a thread's columns in registers."""
         vector, room = VECTOR_BYTES * max(self.read, 1), row.ring_bytes - RESERVED_BYTES
         cluster = cluster_for(row.touched, min(CTA_VECTORS, room // (2 * vector)), row.max_cluster)
+        if cluster >= FEWER_CTAS and self._sums_two(row.touched) and row.aligned and row.itemsize < 4:
+            cluster = cluster_for(row.touched, min(LONG_SPAN, room // (2 * vector)), row.max_cluster)
         halved = self._halved(row, cluster)
         cluster += halved
         span = -(-row.touched // cluster)
@@ -444,6 +474,8 @@ class RowExpression(NamedTuple):
         if self._sums_two(span):
             wide = row.itemsize == 4 and row.aligned
             threads = SUMS_WIDE_THREADS if wide else SUMS_FEWER_THREADS
+            if cluster == FEWER_CTAS // 2 and span > CTA_VECTORS:
+                return SUMS_VECTORS[-1], threads
             return min(SUMS_VECTORS, key=partial(of_scheduler, span)) if row.aligned else 3, threads
         if alone:
             return -(-span // ALONE_THREADS), ALONE_THREADS

@@ -22,6 +22,8 @@ SMALL_CLUSTER, SMALL_CTA_BYTES = 4, 50_000
 TEAM_STEPS = 2
 # Threads of a CTA, of which each has about so many vectors of each input; threads of an SM.
 MOST_THREADS, VECTORS, SM_THREADS = 512, 6, 1024
+# Threads of an SM where a CTA has a team of whole warps for each channel.
+TEAM_SM_THREADS = 1152
 # With channels last threads keep numbers of each of their channels: they are fewer, and their sums take shared memory.
 LAST_BYTES, LAST_THREADS, LAST_VECTORS, LAST_SM_THREADS = 92_000, 384, 8, 768
 # What CTAs of a cluster lose beside each other: SMs of a group (GPC) that no cluster fits into, and their meeting.
@@ -53,8 +55,23 @@ def rows_bwd(problem: Problem) -> GroupConfig:
     vec = next(v for v in (8, 4, 2, 1) if v <= min(unit, aligned // itemsize) and positions % v == 0)
     threads = min(max(next_power(-(-span // (vec * VECTORS))), WARP), MOST_THREADS)
     resident = max(min(SM_THREADS // threads, room // slot if slot else SM_THREADS, ARCHES[problem.arch].ctas), 1)
-    team = _team(threads, min(-(-span // positions), dims["d"]), -(-min(positions, span) // vec))
+    channels, vectors = min(-(-span // positions), dims["d"]), -(-min(positions, span) // vec)
+    team = _team(threads, channels, vectors)
+    if slot and team > WARP:  # few channels, each of which one team takes
+        resident = min(room // slot, ARCHES[problem.arch].ctas)
+        threads, team = _even_teams(min(TEAM_SM_THREADS // resident, MOST_THREADS), channels, vectors)
     return GroupConfig("smem" if slot else "passes", threads, cluster, resident, team, keep=keep and slot > 0)
+
+
+def _even_teams(most: int, channels: int, vectors: int) -> tuple[int, int]:
+    """(threads of a CTA, those of a channel): whole warps, up to ``most`` threads, that take the fewest steps."""
+    options = [(count * team, team) for team in range(WARP, most + 1, WARP) for count in range(1, most // team + 1)]
+
+    def steps(option: tuple[int, int]) -> tuple[int, int]:
+        threads, team = option
+        return -(-channels // (threads // team)) * (-(-vectors // team) + TEAM_STEPS), threads
+
+    return min(options, key=steps)
 
 
 def _kept(problem: Problem) -> tuple[bool, ...]:

@@ -109,11 +109,11 @@ def reduced_with_place(problem: Problem) -> ReduceConfig:
     vectors per thread, threads exchange less, and fewer have nothing to do.
     """
     found = reduced(problem)
-    if found.form != "smem" or found.threads_per_row <= WARP:
+    if found.form != "smem" or found.threads_per_row < WARP:
         return found
     row = row_of(problem)
     span = -(-row.touched // found.cluster)
-    share = max(threads_for(span, PLACED_PER_THREAD), WARP)
+    share = max(threads_for(span, PLACED_PER_THREAD), WARP // 2)
     threads = max(share, PLACED_THREADS)
     slot = threads * -(-span // share) * VECTOR_BYTES + OWN_BYTES
     resident = max(1, min((row.ring_bytes - RESERVED_BYTES) // slot, PLACED_SM_THREADS // threads))
