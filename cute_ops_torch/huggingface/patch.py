@@ -20,6 +20,7 @@ from cute_ops.errors import meant, suggesting
 from cute_ops_torch.huggingface import (
     activated_norm,
     attention,
+    captures,
     decoder,
     embedding,
     experts,
@@ -116,6 +117,8 @@ def patch(
             log.debug("%s runs %s in a pass of its own: %s", name, replacement.op, why)
         _pack(module, replacement)
         module.__class__ = _subclass(type(module), replacement)  # type: ignore[arg-type]
+    if find_spec("transformers") is not None:
+        captures.install_hooks(model)
     ops: dict[str, list[str]] = {}
     for name, _, each in found:
         if each.op or each is _WHOLE:

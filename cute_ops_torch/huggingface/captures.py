@@ -1,0 +1,17 @@
+"""Outputs that a config asks for (``output_router_logits=True``), which Hugging Face keeps by hooks."""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+def install_hooks(model: nn.Module) -> None:
+    """Put the hooks in that a model's first call would: their lock breaks the graph of a call that is compiled."""
+    try:
+        from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY, maybe_install_capturing_hooks
+    except ImportError:  # transformers that keeps outputs otherwise
+        return
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if any(getattr(config, f"output_{name}", False) for name in _CAN_RECORD_REGISTRY.get(module)):
+            maybe_install_capturing_hooks(module)
