@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from cute_ops.garbage import without_collections
 
-with without_collections():
+with without_collections(stays=True):
     from cute_ops.declaration.array_api import cast, widen
     from cute_ops.declaration.attributes import OneOf
     from cute_ops.declaration.case import Case

@@ -9,7 +9,7 @@ from typing import Any
 from cute_ops import __version__ as __version__
 from cute_ops.garbage import without_collections
 
-with without_collections():
+with without_collections(stays=True):
     from cute_ops.composite.models import MODELS
     from cute_ops.errors import no_attribute
     from cute_ops.ops import ATTENTION, OPS, PRODUCTS

@@ -10,10 +10,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from cute_ops import __version__ as __version__
+from cute_ops.declaration.fields import without_checks
 from cute_ops.errors import no_attribute
 from cute_ops.garbage import without_collections
 
-with without_collections():
+with without_collections(stays=True), without_checks():
     from cute_ops_torch import functions
     from cute_ops_torch.composite import dispatched as dispatched  # defines ops
     from cute_ops_torch.distributed.import_hook import when_imported

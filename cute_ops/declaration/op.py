@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from cute_ops.declaration import checks, lists
+from cute_ops.declaration import lists
 from cute_ops.declaration.gradient import Differentiable, once
 from cute_ops.declaration.messages import renamed
 
@@ -90,6 +90,8 @@ class Op(Differentiable):
 
     def validate(self) -> None:
         """Raise ValueError for the first thing that is wrong with the declaration."""
+        from cute_ops.declaration import checks  # start-up time: a program of our own ops needs none
+
         for problems in checks.OF_LISTS if self.numbers else checks.ALL:
             for problem in problems(self):
                 raise ValueError(renamed(f"op {self.name}: {problem}", self.aliases))

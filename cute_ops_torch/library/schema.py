@@ -65,8 +65,8 @@ def defaults(op: Op) -> tuple[Any, ...]:
 def filler(op: Op) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
     """A function that appends defaults to a call's arguments: the dispatcher drops trailing ones that equal them."""
     arity, tail = len(op.inputs) + len(op.keywords), defaults(op)
-    missing = {n: tail[len(tail) - (arity - n) :] for n in range(arity - len(tail), arity)}
-    return lambda args: args if len(args) == arity else args + missing[len(args)]
+    first = arity - len(tail)
+    return lambda args: args if len(args) == arity else args + tail[len(args) - first :]
 
 
 def resolver(

@@ -16,6 +16,8 @@ import torch
 
 import cute_ops_torch
 from cute_ops import FLOATS, Op, Program, Tensor
+from cute_ops.declaration.fields import without_checks
+from cute_ops_torch.registry import everything
 
 ROWS = Tensor("*m n", "T")
 number = itertools.count()
@@ -193,3 +195,17 @@ def test_a_program_of_a_composite() -> None:
         for _ in range(2):  # a call like one that was refused
             with pytest.raises(ValueError, match=rf"^cute\.{name}: argument "):
                 function(*given)
+
+
+def test_our_own_declarations_are_right() -> None:
+    """Their import does not check them."""
+    ours = [op for op, _, _ in everything()]
+    assert len(ours) > 130
+    for op in ours:
+        op.validate()
+    with without_checks():
+        wrong = declare(f"unchecked_{next(number)}", dtypes={})
+    with pytest.raises(ValueError, match="neither a variable nor a dtype"):
+        wrong.validate()
+    with pytest.raises(ValueError, match="neither a variable nor a dtype"):
+        declare(f"checked_{next(number)}", dtypes={})
