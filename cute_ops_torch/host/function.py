@@ -20,7 +20,7 @@ from cute_ops_torch.host.fast_path import FastPath
 from cute_ops_torch.host.given_outputs import GivenOutputs
 from cute_ops_torch.host.launch import Launcher
 from cute_ops_torch.host.lists import ListCalls
-from cute_ops_torch.library.modes import EXACT, modes_active
+from cute_ops_torch.library.modes import EXACT, modes_active, wrapped
 from cute_ops_torch.library.nodes import Nodes
 from cute_ops_torch.library.schema import parameters, resolver, takes_out
 from cute_ops_torch.library.tensors import check_inputs
@@ -50,7 +50,6 @@ def make_function(
             return all(map(is_plain, tensor))
         # The dispatcher resolves a negated view, which shares its base's memory, and what a functorch transform that is
         # over has wrapped, such as the tensors that `torch.func.vjp` saved.
-        wrapped = torch._C._functorch.is_functorch_wrapped_tensor
         return type(tensor) in EXACT and tensor.device.type in devices and not tensor.is_neg() and not wrapped(tensor)
 
     def specialize(*args: Any) -> Any:

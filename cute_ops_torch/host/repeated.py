@@ -14,7 +14,7 @@ import torch
 from cute_ops.declaration.tensor import Tensor
 from cute_ops_torch.host.guards import GuardedCalls, Link, guarded, kinds
 from cute_ops_torch.host.recorded import Record
-from cute_ops_torch.library.modes import EXACT, modes_active
+from cute_ops_torch.library.modes import EXACT, modes_active, wrapped
 from cute_ops_torch.library.products import autocast
 
 Call = Callable[..., Any]
@@ -88,5 +88,5 @@ def _is_plain(tensor: Any) -> bool:
     """Whether a tensor has memory that a kernel can read as it lies. One of ``torch.func`` has none, also after its
     transform has ended, when a ``vjp``'s function is called.
     """
-    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-    return type(tensor) in EXACT and tensor.device.type in ("cpu", "cuda") and not wrapped and not tensor.is_neg()
+    plain = type(tensor) in EXACT and tensor.device.type in ("cpu", "cuda")
+    return plain and not wrapped(tensor) and not tensor.is_neg()

@@ -10,6 +10,12 @@ _C = torch._C
 EXACT = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
+def wrapped(tensor: torch.Tensor) -> bool:
+    """Whether a transform has wrapped a tensor: one of functorch, or the vmap of ``is_grads_batched``."""
+    of = _C._functorch
+    return of.is_functorch_wrapped_tensor(tensor) or of.is_legacy_batchedtensor(tensor)
+
+
 def modes_active() -> bool:
     """Whether anything observes or transforms calls of ops, the profiler too."""
     return transforms_active() or torch.autograd._profiler_enabled()  # type: ignore[attr-defined]

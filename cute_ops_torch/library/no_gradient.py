@@ -92,12 +92,14 @@ def once(name: str) -> Callable[[Call], Call]:
     return wrap
 
 
-def ending(forward: Call) -> Call:
-    """Decorate the forward of a Function with ``once``: second derivatives to inputs that are no leaves raise, too."""
+def ending(forward: Call, places: Sequence[int] | None = None) -> Call:
+    """Decorate the forward of a Function with ``once``: second derivatives to inputs that are no leaves raise, too;
+    all of them, or those at these places of its arguments.
+    """
 
     @wraps(forward)
     def run(ctx: Any, *args: Any) -> Any:
-        end(ctx, *args)
+        end(ctx, *(args if places is None else [args[k] for k in places]))
         return forward(ctx, *args)
 
     return run
@@ -111,7 +113,7 @@ def end(ctx: Any, *given: Any) -> None:
     if inner and not transforms_active():
         # Copies of no elements hold the inputs' places in the graph, and not their memory.
         with torch.enable_grad():
-            setattr(ctx, ENDS, [t[:0].clone() for t in inner])
+            setattr(ctx, ENDS, [torch.narrow_copy(t, 0, 0, 0) for t in inner])
 
 
 class _Unpacked:

@@ -112,8 +112,10 @@ class Nodes:
             forward, backward = _with_gradient(op, step, given, saving)
             if copying:
                 forward = copies.saving(forward)
-            if scaled:  # what the forward has computed is no function of its inputs to autograd
-                forward, backward = ending(forward), once(op.aliases.get(op.name, op.name))(backward)
+            # What the forward has computed is no function of its inputs to autograd.
+            lost = range(1, 1 + len(given)) if scaled else _lost(op, saving or op, step, given, wanted)
+            if lost:
+                forward, backward = ending(forward, lost), once(op.aliases.get(op.name, op.name))(backward)
         else:
             saving, (forward, backward) = None, _without_gradient(op, given)
         methods = {"forward": staticmethod(forward), "backward": staticmethod(backward), "saving": saving}
@@ -121,6 +123,17 @@ class Nodes:
         # Slots cost less than a dict.
         made._backward_cls = type(made._backward_cls.__name__, (made._backward_cls,), {"__slots__": _SLOTS})
         return made
+
+
+def _lost(op: Op, ran: Op, step: _Step, given: Sequence[str], wanted: Sequence[str]) -> list[int]:
+    """The places, after the first, of inputs to which a second derivative would be left out: the gradient depends on
+    them through an output of ``ran`` that autograd does not know, and not by what else a node saves.
+    """
+    read = [name for name in ran.outputs if name in step.inputs]
+    unknown = [name for name in read if name not in op.outputs or op.outputs[name].hidden]
+    if not unknown or len(unknown) < len(read):  # by one that it knows it finds all inputs
+        return []
+    return [k for k, name in enumerate(given, 1) if name in wanted and name not in step.inputs.keys() - step.shapes]
 
 
 def tracked(tensor: torch.Tensor) -> bool:

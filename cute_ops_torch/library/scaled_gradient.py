@@ -11,7 +11,7 @@ import torch
 from cute_ops.declaration.op import Op
 from cute_ops.ops.reduction.scale import scale as declared
 from cute_ops_torch.library import program
-from cute_ops_torch.library.modes import EXACT, modes_active
+from cute_ops_torch.library.modes import EXACT, modes_active, wrapped
 from cute_ops_torch.library.no_gradient import double_backward
 from cute_ops_torch.library.reference import register_fake
 
@@ -29,7 +29,7 @@ def scaled_gradients(op: Op) -> Callable[[Sequence[Tensor], Tensor, Sequence[Any
     def scaled(saved: Sequence[Tensor], dloss: Tensor, second: Sequence[Any]) -> Sequence[Tensor]:
         if any(d is not None for d in second):
             raise double_backward(name)
-        if torch._C._are_functorch_transforms_active():  # whose outer levels differentiate this, too
+        if torch._C._are_functorch_transforms_active() or wrapped(dloss):  # whose outer levels differentiate this, too
             return [(t.float() * dloss).to(t.dtype) for t in saved]
         return _scaled(saved, dloss)
 

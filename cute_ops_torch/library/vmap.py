@@ -16,6 +16,7 @@ from cute_ops.declaration.batching import OneCall, as_one_call
 from cute_ops.declaration.messages import message
 from cute_ops.declaration.op import Op
 from cute_ops_torch.library import framework, program
+from cute_ops_torch.library.nodes import tracked
 from cute_ops_torch.library.schema import filler, resolver
 from cute_ops_torch.library.tensors import arrays, readable
 
@@ -50,7 +51,7 @@ def vmap_rule(op: Op, define: Callable[[Op], Any]) -> Callable[..., Any]:
         _refuse_shared(op, tensors, [d is not None for d in dims])
         named = zip(op.inputs, tensors, dims, strict=True)
         one = as_one_call(torch, op, {n: (t, d is not None) for n, t, d in named if t is not None}, info.batch_size)
-        if one is None and op.program and op.program.maps and info.batch_size:
+        if one is None and op.program and op.program.maps and info.batch_size and not _has_the_gradient(op, tensors):
             given = [t if d is None else Examples(t) for t, d in zip(tensors, dims, strict=True)]
             return _by_program(op, given, attrs, define)
         if one is None:
@@ -66,6 +67,16 @@ def vmap_rule(op: Op, define: Callable[[Op], Any]) -> Callable[..., Any]:
         return _with_places(results, [0 if o is r else None for o, r in zip(results, real, strict=True)])
 
     return rule
+
+
+def _has_the_gradient(op: Op, tensors: Sequence[Any]) -> bool:
+    """Whether autograd needs a composite as a whole: it tracks the call, and a part of it has no gradient, or none of
+    some inputs.
+    """
+    assert op.program is not None
+    if not (op.differentiable and torch.is_grad_enabled() and any(tracked(t) for t in tensors if t is not None)):
+        return False
+    return any(part.no_gradient or not part.differentiable for part in op.program.ops)
 
 
 def _with_places(results: list[Any], places: list[int | None]) -> Any:

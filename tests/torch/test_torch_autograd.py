@@ -265,6 +265,62 @@ def test_forward_mode_and_second_order_raise(op: Op, make_inputs: Callable[..., 
         grad(lambda x: grad(loss)(x).sum())(first)
 
 
+def test_a_second_derivative_through_what_only_the_forward_saw_is_not_left_out() -> None:
+    """A product's weight is frozen, so that its node saves the product, and not x."""
+    weight = torch.randn(6, 4)
+    for call in (cute_ops_torch.gated_linear, partial(cute_ops_torch.linear, epilogue="gelu")):
+        x = torch.randn(3, 4, requires_grad=True) * 1
+        (gradient,) = torch.autograd.grad(call(x, weight).sum(), x, create_graph=True)
+        with pytest.raises(NotImplementedError, match="no double backward"):
+            pytest.fail(str(torch.autograd.grad(gradient.square().sum(), x, allow_unused=True)))
+
+
+def test_gradients_of_many_cotangents_at_once() -> None:
+    """``is_grads_batched`` has a vmap of its own, older than functorch's."""
+    x, w, bias, norm = (torch.randn(s).requires_grad_() for s in ((3, 4), (5, 4), (5,), (4,)))
+    target, F = torch.tensor([0, 4, 2]), torch.nn.functional
+    calls = {
+        "rmsnorm": (lambda: cute_ops_torch.rmsnorm(x, norm, eps=1e-5), lambda: F.rms_norm(x, (4,), norm, 1e-5)),
+        "linear": (lambda: cute_ops_torch.linear(x, w, bias, epilogue="bias"), lambda: F.linear(x, w, bias)),
+        "mlp": (lambda: cute_ops_torch.mlp(x, w, bias, w.t()), lambda: F.linear(F.gelu(F.linear(x, w, bias)), w.t())),
+        "loss": (
+            lambda: cute_ops_torch.linear_cross_entropy(x, w, target), lambda: F.cross_entropy(F.linear(x, w), target),
+        ),
+    }  # fmt: skip
+    for call, plain in calls.values():
+        out, expected = call(), plain()
+        cotangents = torch.randn(2, *out.shape)
+        got, wanted = (
+            torch.autograd.grad(o, (x, w, bias, norm), cotangents, is_grads_batched=True, allow_unused=True)
+            for o in (out, expected)
+        )
+        for g, e in zip(got, wanted, strict=True):
+            assert (g is None) == (e is None)
+            if g is not None:
+                torch.testing.assert_close(g, e, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dims", [(0, 0, None), (0, None, 0), (None, 0, 0)])
+@pytest.mark.parametrize("last", [False, True])
+def test_gradients_of_a_vmap_of_group_norm_over_parameters(dims: tuple[Any, ...], last: bool) -> None:
+    """Its parts, which vmap maps one by one, have no gradient of parameters."""
+    shape = (2, 3, 5, 8) if last else (2, 3, 8, 5)
+    given = [torch.randn(s[d is None :]).requires_grad_() for s, d in zip((shape, (2, 8), (2, 8)), dims, strict=True)]
+
+    def plain(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        x = x.mT if last else x
+        groups = x.reshape(3, 2, -1)
+        normed = (groups - groups.mean(-1, keepdim=True)) * (groups.var(-1, correction=0, keepdim=True) + 1e-5).rsqrt()
+        out = normed.reshape(x.shape) * weight[:, None] + bias[:, None]
+        return out.mT if last else out
+
+    got = vmap(partial(cute_ops_torch.group_norm, groups=2, channels_last=last), dims)(*given)
+    expected = vmap(plain, dims)(*given)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    found, wanted = (torch.autograd.grad(out.sin().sum(), given) for out in (got, expected))
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
+
+
 # --- gradients that nobody wants ------------------------------------------------------------------------------------
 
 
