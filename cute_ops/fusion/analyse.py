@@ -34,6 +34,7 @@ class Found:
         rows: the leading dims of its values.
         n: their last dim; None if no value has columns.
         region: all nodes that it belongs to.
+        meaning: the op of ours that it is; None if it is none.
     """
 
     def __init__(self, expressed: Expressed, made: Canonical, region: Region) -> None:
@@ -44,14 +45,11 @@ class Found:
         self.rows: Shape = expressed.rows
         self.n = expressed.n
         self.region = region
+        self.meaning: Meaning | None = meaning_of(self.flat) or self._rotation_of_pairs()
 
     @cached_property
     def text(self) -> str:
         return text_of(self.expression)
-
-    @cached_property
-    def meaning(self) -> Meaning | None:
-        return meaning_of(self.flat) or self._rotation_of_pairs()
 
     @cached_property
     def reduces(self) -> bool:

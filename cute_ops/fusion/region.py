@@ -293,14 +293,20 @@ def _connected(live: list[Node], soft: Container[Node], level: dict[Node, int]) 
     parent: dict[Node, Node] = {}
 
     def leader(node: Node) -> Node:
-        while (above := parent.get(node, node)) is not node:
-            parent[node] = parent.get(above, above)
+        while (above := parent[node]) is not node:
+            parent[node] = parent[above]
             node = above
         return node
 
     for node in live:
         if node in soft:
+            first = node
             for arg in node.args:
                 if arg in soft and level[arg] == level[node]:
-                    parent[leader(node)] = leader(arg)
+                    if first is node:  # the first of them, as most nodes have one alone
+                        first = parent[node] = leader(arg)
+                    else:
+                        parent[leader(node)] = leader(arg)
+            if first is node:
+                parent[node] = node
     return leader

@@ -21,7 +21,7 @@ class Entry(NamedTuple):
     Attributes:
         becomes: the op, ``fused`` or ``linear``; empty if it stays.
         what: the expression, or the name of what no expression says.
-        why: the reason if it stays.
+        why: the reason if it stays, or if a product before it does.
         shape: the shape of its values, ``[4, 128, 64]``; empty of what is no expression.
         where: the loops and branches that it stands in, ``scan``.
         times: how often it stands there.
@@ -68,7 +68,9 @@ class Report(list[Entry]):
         width = max((len(entry.becomes) for entry in self.replaced), default=0)
         for entry in self.replaced:
             gain = "" if entry.gain is None else f", about {entry.gain:.3g} us less"
-            lines.append(f"  {entry.times:3d} x {entry.becomes:{width}s} {_place(entry)}{_said(entry)}".rstrip() + gain)
+            why = f": {entry.why}" if entry.why else ""
+            said = f"{entry.becomes:{width}s} {_place(entry)}{_said(entry)}".rstrip()
+            lines.append(f"  {entry.times:3d} x {said}{gain}{why}")
         if self.left:
             lines.append("left as they are")
         for entry in self.left:

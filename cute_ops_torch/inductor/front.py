@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from cute_ops.fusion.graph import FLOATS, NARROW, Graph
 from cute_ops.fusion.graph import Node as Value
+from cute_ops_torch.inductor.effects import example
 
 _PRIMITIVES = {
     "neg": "negative", "silu": "silu", "sigmoid": "sigmoid", "tanh": "tanh", "exp": "exp", "exp2": "exp2", "log": "log",
@@ -79,7 +80,7 @@ class Front:
                 self.values[node] = self._value(node)
 
     def _value(self, node: Node) -> Any:
-        value = node.meta.get("val", node.meta.get("example_value"))
+        value = example(node)
         if node.op == "get_attr":
             if not _may_be_set(node):
                 value = getattr(self._module, str(node.target), value)

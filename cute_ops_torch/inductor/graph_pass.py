@@ -207,8 +207,9 @@ class Replace(CustomGraphPass):
         value = value_of(node)
         if not node.users or value is None or value.device.type not in self.devices:
             return None
-        if name := replace_loss(graph, node, self.ops, self.logits):
-            return entry_of_node(name, "cross entropy", node)
+        name, why = replace_loss(graph, node, self.ops, self.logits)
+        if name:
+            return entry_of_node(name, "cross entropy", node)._replace(why=why)
         if not self.exact and (name := replace_call(graph, node, self.ops)):
             return entry_of_node(name, f"a call of torch's {_CALLED.get(name, name)}", node)
         return None

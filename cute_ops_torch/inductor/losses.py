@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 
 from cute_ops.declaration.shapes import FLOATS
 from cute_ops_torch.inductor import loss_metrics
-from cute_ops_torch.inductor.effects import same_mode
+from cute_ops_torch.inductor.effects import name_of, same_mode
 from cute_ops_torch.inductor.fx import calls, changed, value_of
 from cute_ops_torch.inductor.loss_metrics import Metric
 
@@ -32,24 +32,40 @@ class _Loss(NamedTuple):
     label_smoothing: float
 
 
-def replace_loss(graph: Graph, node: Any, names: Collection[str], keeps_logits: bool = True) -> str:
-    """Replace a loss by one of the ops of these names; returns its name, empty for what stays.
+def replace_loss(graph: Graph, node: Any, names: Collection[str], keeps_logits: bool = True) -> tuple[str, str]:
+    """Replace a loss by one of the ops of these names; returns its name, empty for what stays, and why the product of a
+    head before it stays.
 
     Without ``keeps_logits`` logits that the program also returns become NaNs, if they have a gradient.
     """
     loss = _loss(node)
     if loss is None:
-        return ""
+        return "", ""
     if "linear_cross_entropy" in names and (head := _head(graph, node, loss.logits, keeps_logits)):
         if not head.metrics:
             _with_head(graph, node, loss, head)
-            return "linear_cross_entropy"
+            return "linear_cross_entropy", ""
         if place := loss_metrics.place(graph, [node, *(each.node for each in head.metrics)], head.layer, loss.target):
             _with_metrics(graph, node, place, loss, head)
-            return "linear_cross_entropy_metrics"
+            return "linear_cross_entropy_metrics", ""
     if "cross_entropy" in names:
+        why = _other_reader(node, loss.logits)
         _alone(graph, node, loss)
-        return "cross_entropy"
+        return "cross_entropy", why
+    return "", ""
+
+
+def _other_reader(loss: Any, logits: Any) -> str:
+    """What else reads the output of a linear layer that makes logits; empty where nothing does, or there is none."""
+    source, reader, found, sliced = logits, loss, "", False
+    while isinstance(source, Node) and (value := value_of(source)) is not None:
+        for user in source.users:
+            if user is not reader and (sliced or loss_metrics.of([user], value.ndim) is None):
+                found = "the program returns" if user.op == "output" else f"{name_of(user.target)} reads"
+        if calls(source, "linear"):
+            return found and f"{found} its logits"
+        sliced = sliced or calls(source, "getitem")
+        source, reader = source.args[0] if source.args else None, source
     return ""
 
 

@@ -12,9 +12,9 @@ from torch.fx import Node as FxNode
 
 from cute_ops.fusion.analyse import is_linear
 from cute_ops.fusion.composite import Composite
-from cute_ops.fusion.graph import FLOATS
+from cute_ops.fusion.graph import FLOATS, NARROW
 from cute_ops.fusion.graph import Node as Value
-from cute_ops.fusion.named import MODE
+from cute_ops.fusion.named import MODE, uncast
 from cute_ops.fusion.report import Entry, entry_of, text_of_shape
 from cute_ops_torch.inductor.effects import example
 from cute_ops_torch.inductor.rewrite import Part, Rewritten
@@ -93,5 +93,7 @@ def module_of(nodes: Iterable[FxNode]) -> str:
 def _why_alone(product: Value) -> str:
     if not is_linear(product):
         return "it is no product of rows and one matrix"
+    if product.dtype == "float32" and all(uncast(arg).dtype in NARROW for arg in product.args):
+        return "its operands have 16 bits, to which ours would round its gradient, too"
     readers = {user.attr if user.op == "opaque" else user.op for user in product.users}
     return f"{', '.join(sorted(map(str, readers)))} follows it" if readers else "nothing follows it"

@@ -109,7 +109,7 @@ def rewrite(module: GraphModule, choosing: Choosing, exact: bool = False) -> Rew
     try:
         with without_collections():
             front = DynamoFront(module, exact)
-        analysis, layers, expressions, stay = chosen_in(front, choosing, exact)
+            analysis, layers, expressions, stay = chosen_in(front, choosing, exact)
     except Exception as error:
         raise Unreadable(f"{type(error).__name__}: {error}") from error
     work, parts = Rewriting(module, front, choosing), []

@@ -422,6 +422,8 @@ def test_logits_that_something_else_reads_are_kept(what: str) -> None:
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b)
     assert inductor.replaced["cross_entropy"] == 1
+    why = {"other readers": "softmax reads its logits", "rows of all": "argmax reads its logits"}.get(what, "")
+    assert why in next(entry.why for entry in inductor.report() if entry.becomes == "cross_entropy")
 
 
 def test_logits_are_kept_unless_asked_and_where_nothing_is_trained() -> None:
