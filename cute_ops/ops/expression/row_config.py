@@ -374,9 +374,11 @@ class RowExpression(NamedTuple):
             most_held = UNALIGNED_MOST + (dear and not several) - (dear and several and not self.deep)
             share = even_threads(row.touched, UNALIGNED_LEAST, most_held)
             most = step(UNALIGNED_THREADS[several, dear], -(-row.touched // share))
-            most = min(most, UNALIGNED_WEIGHTED_THREADS) if self.weights > 1 else most
+            if self.weights > 1 and stages(self.expression):
+                most = min(most, UNALIGNED_WEIGHTED_THREADS)
         threads = max(128 // share, 1) * share
-        resident = max((UNALIGNED_TWO_THREADS if two else most) // threads, 1)
+        most = UNALIGNED_TWO_THREADS if two else most
+        resident = max((most + threads // 3) // threads, 1)  # nearly one more is one more
         few = (dear and not several) or -(-row.touched // share) * row.vector_elements <= MOST_KEPT
         keep = few and not (self.late or two or (self.deep and not self.depth))
         return self._config("one_pass", threads, share, 1, resident, align_vectors=row.align_vectors, keep=keep)
