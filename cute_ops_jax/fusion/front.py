@@ -8,8 +8,10 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
+from jax.sharding import AxisType
 
 from cute_ops.fusion.graph import FLOATS, Graph, Node
+from cute_ops.fusion.named import number_of
 from cute_ops_jax._compat import ClosedJaxpr, JaxprEqn, Literal, Tracer
 from cute_ops_jax.fusion.rules import name_loss
 
@@ -261,6 +263,11 @@ _Made = list[Node] | None
 _Args = list[Node]
 
 
+def _is_placed(sharding: Any) -> bool:
+    """Whether a sharding says anything: only axes that are explicit can be said."""
+    return sharding is not None and AxisType.Explicit in sharding.mesh.axis_types
+
+
 def _compare(g: Graph, args: _Args, params: Any, shape: Any, dtype: str) -> _Made:
     return None if args[0].dtype not in _VALUES else [g.primitive("less", args[::-1], shape, dtype)]
 
@@ -309,13 +316,13 @@ def _clamp(g: Graph, args: _Args, params: Any, shape: Any, dtype: str) -> _Made:
 
 
 def _convert(g: Graph, args: _Args, params: Any, shape: Any, dtype: str) -> _Made:
-    return None if params.get("sharding") is not None else [g.cast(args[0], dtype)]
+    return None if _is_placed(params.get("sharding")) else [g.cast(args[0], dtype)]
 
 
 def _reduce(primitive: str) -> Callable[..., _Made]:
     def translate(g: Graph, args: _Args, params: Any, shape: Any, dtype: str) -> _Made:
         axes = tuple(params["axes"])
-        if not axes or dtype not in FLOATS or params.get("out_sharding") is not None:
+        if not axes or dtype not in FLOATS or _is_placed(params.get("out_sharding")):
             return None
         return [g.reduce(primitive, args[0], axes, False, dtype)]
 
@@ -323,11 +330,11 @@ def _reduce(primitive: str) -> Callable[..., _Made]:
 
 
 def _reshape(g: Graph, args: _Args, params: Any, shape: Any, dtype: str) -> _Made:
-    return None if params.get("sharding") is not None else [g.reshape(args[0], shape)]
+    return None if _is_placed(params.get("sharding")) else [g.reshape(args[0], shape)]
 
 
 def _broadcast(g: Graph, args: _Args, params: Any, shape: Any, dtype: str) -> _Made:
-    if params.get("sharding") is not None:
+    if _is_placed(params.get("sharding")):
         return None
     return [g.broadcast(args[0], shape, params["broadcast_dimensions"])]
 
@@ -447,7 +454,7 @@ def _counts(g: Graph, node: Node, axis: int) -> bool:
 def _dot_general(g: Graph, args: _Args, params: Any, shape: Any, dtype: str) -> _Made:
     precision = params.get("precision")
     own = _OWN_PRECISION.get(args[0].dtype) == getattr(precision, "name", "") and args[0].dtype == args[1].dtype
-    if not (precision is None or own) or params.get("out_sharding") is not None:
+    if not (precision is None or own) or _is_placed(params.get("out_sharding")):
         return None
     dims, batch = params["dimension_numbers"]
     dims, batch = tuple(map(tuple, dims)), tuple(map(tuple, batch))
@@ -455,8 +462,8 @@ def _dot_general(g: Graph, args: _Args, params: Any, shape: Any, dtype: str) -> 
 
 
 def _vary(g: Graph, args: _Args, params: Any, shape: Any, dtype: str) -> _Made:
-    """A number is the same on all devices; the gradient of an array is summed over them."""
-    return args if args[0].op == "constant" else None
+    """A number, or what has no gradient, is the same for one device; the gradient of an array is summed over them."""
+    return args if args[0].dtype not in FLOATS or number_of(args[0]) is not None else None
 
 
 _TRANSLATIONS: dict[str, Callable[..., _Made]] = {

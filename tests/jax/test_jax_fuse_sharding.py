@@ -105,3 +105,24 @@ def test_explicit_meshes(specs: dict[str, P]) -> None:
     want = jax.jit(gradients(attended), compiler_options=QUICK)(PARAMS, X)
     specs |= {"o": P()}
     close(on_mesh(gradients(cute_ops_jax.fuse(attended)), X, specs, AxisType.Explicit), want)
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_losses_in_a_shard_map(check_vma: bool) -> None:
+    """Numbers, places and labels that are the same on all devices are no obstacle."""
+    mesh = jax.make_mesh((8,), ("b",), axis_types=(AxisType.Auto,))
+
+    def of_rows(x: jax.Array, head: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+        logits = x @ head
+        losses = -jnp.sum(jax.nn.one_hot(tokens, 32) * jax.nn.log_softmax(logits), -1)
+        return jax.lax.pmean(losses.mean(), "b"), jax.lax.pmean((logits.argmax(-1) == tokens).mean(), "b")
+
+    specs: Any = {"mesh": mesh, "in_specs": (P("b"), P(), P("b")), "out_specs": (P(), P()), "check_vma": check_vma}
+    function = jax.shard_map(of_rows, **specs)
+    found = cute_ops_jax.fuse.report(function, X, PARAMS["head"], TOKENS).replaced
+    assert [entry.becomes for entry in found] == ["linear_cross_entropy_metrics"]
+    got, want = (
+        jax.jit(jax.value_and_grad(f, (0, 1), has_aux=True), compiler_options=QUICK)(X, PARAMS["head"], TOKENS)
+        for f in (cute_ops_jax.fuse(function), function)
+    )
+    close([np.asarray(a) for a in jax.tree.leaves(got)], want)
