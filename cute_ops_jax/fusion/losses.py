@@ -51,7 +51,9 @@ def loss_with_metrics(
     """:func:`loss`, and what the program reads of the logits beside it."""
     target, known = _classes(target, logits.shape[-1], outside)
     run = partial(register(cross_entropy_metrics), logits, reduction="none", **attrs)
-    return _with_metrics(run, target, logits.shape[-1], known, sign, outside, of, beside, attrs, None)
+    return _with_metrics(
+        run, target, logits.shape[-1], known, sign=sign, outside=outside, of=of, beside=beside, attrs=attrs
+    )
 
 
 def linear_loss_with_metrics(
@@ -73,7 +75,10 @@ def linear_loss_with_metrics(
     def predict() -> Any:
         return _by_chunks(predicted, hidden, weight)(hidden.reshape(-1, hidden.shape[-1])).reshape(target.shape)
 
-    return _with_metrics(run, target, weight.shape[0], known, sign, outside, of, beside, attrs, predict)
+    return _with_metrics(
+        run, target, weight.shape[0], known, sign=sign, outside=outside, of=of, beside=beside, attrs=attrs,
+        predict=predict,
+    )  # fmt: skip
 
 
 def linear_loss(
@@ -130,8 +135,8 @@ def _by_chunks(of_row: Callable[..., Any], hidden: Any, weight: Any) -> Callable
 
 
 def _with_metrics(
-    run: Callable[..., Any], target: Any, n: int, known: Any, sign: float, outside: str, of: str,
-    beside: Sequence[What], attrs: Mapping[str, float], predict: Callable[[], Any] | None,
+    run: Callable[..., Any], target: Any, n: int, known: Any, *, sign: float, outside: str, of: str,
+    beside: Sequence[What], attrs: Mapping[str, float], predict: Callable[[], Any] | None = None,
 ) -> list[Any]:  # fmt: skip
     """The loss of each row times ``sign``, and the other values, by an op that computes all of them. For a target that
     is no class it computes those of a class near it, whose term is exchanged.

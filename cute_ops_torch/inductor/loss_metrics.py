@@ -37,26 +37,37 @@ def of(readers: Iterable[Any], dims: int) -> list[Metric] | None:
     """What logits of so many dims are read for; None if one of the readers computes anything else."""
     found: list[Metric] = []
     for node in readers:
-        value = value_of(node)
-        if calls(node, *_SAME) and value is not None and value.is_floating_point():
-            inner = of(node.users, dims)
-            if inner is None or (value.dtype != torch.float32 and any(not each.predicted for each in inner)):
-                return None
-            found += inner
-        elif calls(node, "argmax") and _is_of_last_dim(node, dims):
-            found.append(Metric(node, True))
-        elif calls(node, "max") and _is_of_last_dim(node, dims):
-            taken = [user for user in node.users if user.users]
-            if not all(map(_is_place, taken)):
-                return None
-            found += [Metric(user, True) for user in taken]
-        elif calls(node, "logsumexp") and _is_of_last_dim(node, dims) and value is not None:
-            if value.dtype != torch.float32:
-                return None
-            found.append(Metric(node, False))
-        else:
+        metrics = _of_reader(node, dims)
+        if metrics is None:
             return None
+        found += metrics
     return found
+
+
+def _of_reader(node: Any, dims: int) -> list[Metric] | None:
+    if calls(node, *_SAME):
+        return _of_same(node, dims)
+    if not calls(node, "argmax", "max", "logsumexp") or not _is_of_last_dim(node, dims):
+        return None
+    if calls(node, "max"):
+        taken = [user for user in node.users if user.users]
+        return [Metric(user, True) for user in taken] if all(map(_is_place, taken)) else None
+    predicted = calls(node, "argmax")
+    return [Metric(node, predicted)] if predicted or _is_float32(node) else None
+
+
+def _of_same(node: Node, dims: int) -> list[Metric] | None:
+    """What the logits are read for through a node that changes at most their dtype."""
+    value = value_of(node)
+    inner = of(node.users, dims) if value is not None and value.is_floating_point() else None
+    if inner is None or _is_float32(node):
+        return inner
+    return inner if all(metric.predicted for metric in inner) else None
+
+
+def _is_float32(node: Node) -> bool:
+    value = value_of(node)
+    return value is not None and value.dtype == torch.float32
 
 
 def _is_of_last_dim(node: Node, dims: int) -> bool:
