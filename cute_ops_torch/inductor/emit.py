@@ -376,8 +376,9 @@ class Emitter:
     def _reshaped(self, array: Node, before: tuple[Any, ...], after: tuple[Any, ...]) -> Node:
         if before == after:
             return array
-        if sum(isinstance(size, str) for size in after) > 1:
-            raise Refused("a reshape to several sizes that are not known")
+        unknown = sum(isinstance(size, str) for size in after)
+        if unknown > 1 or (unknown and 0 in after):
+            raise Refused("a reshape to sizes that are not known")
         return self.method("reshape", array, _sizes(after))
 
     def _aligned(self, array: Node) -> Node:

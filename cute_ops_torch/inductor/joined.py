@@ -44,10 +44,10 @@ def _without_copy(graph: Graph, node: Node, given: dict[str, Any], size: int) ->
     columns = [each * size for each in (2 * heads - every, every - heads, every - heads)]
     if axis not in (-1, len(shape) - 1) or [example(part).shape[-1] for part in parts] != columns:
         return False
-    if sum(not isinstance(each, int) for each in shape[:-1]) > 1:
+    rows = [each if isinstance(each, int) else -1 for each in shape[:-1]]
+    if rows.count(-1) > 1 or (-1 in rows and 0 in rows):
         return False
     emitter = AtenEmitter(graph, node, lambda value: None)
-    rows = [each if isinstance(each, int) else -1 for each in shape[:-1]]
     reshape = torch.ops.aten.reshape.default
     by_head = [
         emitter.function(reshape, part, [*rows, n // size, size]) for part, n in zip(parts, columns, strict=True)
