@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 
 from cute_ops.fusion.graph import FLOATS, Graph, Node
 from cute_ops.fusion.named import number_of
@@ -264,8 +264,10 @@ _Args = list[Node]
 
 
 def _is_placed(sharding: Any) -> bool:
-    """Whether a sharding says anything: only axes that are explicit can be said."""
-    return sharding is not None and AxisType.Explicit in sharding.mesh.axis_types
+    """Whether a sharding says where a value lies; in a shard map none does."""
+    if not isinstance(sharding, NamedSharding):
+        return sharding is not None
+    return AxisType.Explicit in sharding.mesh.axis_types or any(sharding.spec)
 
 
 def _compare(g: Graph, args: _Args, params: Any, shape: Any, dtype: str) -> _Made:

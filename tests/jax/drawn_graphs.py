@@ -901,14 +901,18 @@ def _attending(rng: np.random.Generator, i: int, j: int) -> Step:
 
 
 def _head_loss(rng: np.random.Generator, i: int, j: int) -> Step:
-    """Losses of a head as models write them: one-hot labels, smoothing, z-loss, masks, caps, biases and shifts."""
-    kind, mask, head = (int(k) for k in rng.integers(0, [6, 4, 6]))
+    """Losses of a head as models write them: one-hot labels, smoothing, z-loss, masks, caps, biases and shifts, a
+    log-sum-exp beside the loss, and logits in float32.
+    """
+    kind, mask, head = (int(k) for k in rng.integers(0, [7, 4, 7]))
     target = rng.integers(0, N, (B, T)).astype(np.int32)
     weights = rng.random((B, T)) < 0.7
 
     def step(run: Run) -> Any:
         x = run.values[i]
-        logits = run.wide(x @ run["w0"] if head != 1 else x @ run["w0"] + run["bias"])
+        wide = run.wide(x).dtype if head == 6 else None
+        logits = jnp.matmul(x, run["w0"], preferred_element_type=wide)
+        logits = run.wide(logits + run["bias"] if head == 1 else logits)
         if head == 2:
             logits = jnp.tanh(logits / 3) * 3
         elif head == 3:
@@ -940,6 +944,8 @@ def _head_loss(rng: np.random.Generator, i: int, j: int) -> Step:
             total = loss.mean()
         else:
             total = (loss * jnp.linspace(0.5, 1.5, loss.size, dtype=loss.dtype).reshape(loss.shape)).sum()
+        if kind == 6:
+            total += 0.1 * jnp.square(jax.nn.logsumexp(logits, -1)).mean()
         return run.values[j] + total
 
     return step
