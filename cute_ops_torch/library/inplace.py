@@ -61,10 +61,16 @@ def overwriting(
         else:
             made = call(*args)
             made = made if isinstance(made, tuple) else (made,)
-            results = tuple(r if t is None else t.copy_(r) for r, t in zip(made, reused, strict=True))
+            pairs = zip(made, reused, strict=True)
+            results = tuple(r if t is None or _is_expanded(t) else t.copy_(r) for r, t in pairs)
         return results[0] if len(results) == 1 else results
 
     return run
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    """Whether elements share memory, as those of the cotangent of a sum over rows do."""
+    return any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def is_compact(tensor: torch.Tensor) -> bool:

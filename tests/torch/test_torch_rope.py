@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+import cute_ops_torch
 from cute_ops.ops import OPS
 from cute_ops_torch.host.launch import Launcher
 
@@ -37,3 +38,10 @@ def test_kernels_read_such_tables_in_place(compiled: Any) -> None:
     torch.testing.assert_close(found, Launcher(rope).launch(x, *whole), rtol=0, atol=0)
     cos = compiled.variants[0].tensors["cos"]
     assert (cos.layout, cos.shape) == ("strided", (None, None, 32))
+
+
+def test_inplace_backward_leaves_a_cotangent_that_shares_memory() -> None:
+    x, cos, sin = torch.randn(5, 3, 8, requires_grad=True), torch.rand(5, 4), torch.rand(5, 4)
+    cotangent = torch.randn(3, 8)
+    outs = [cute_ops_torch.rope(x, cos, sin, inplace_backward=inplace).sum(0) for inplace in (True, False)]
+    torch.testing.assert_close(*[torch.autograd.grad(out, x, cotangent) for out in outs])
