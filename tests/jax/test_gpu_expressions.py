@@ -21,7 +21,7 @@ from cute_ops.tools import verify
 pytest.importorskip("torch")
 from tests.ops.random_programs import Drawn, drawn
 
-COUNT = 500
+COUNT, PARTS = 500, 10
 Arrays = Mapping[str, np.ndarray]
 
 
@@ -54,11 +54,12 @@ def compile_all(every: Sequence[Drawn]) -> None:
 
 
 @pytest.mark.gpu
-def test_random_expressions() -> None:
+@pytest.mark.parametrize("part", range(PARTS))
+def test_random_expressions(part: int) -> None:
     """``CUTE_OPS_EXPRESSIONS_SEED`` repeats a run. JAX, whose calls are compiled each, takes half of them."""
     seed = int(os.environ.get("CUTE_OPS_EXPRESSIONS_SEED") or time.time_ns() % 2**31)
     print(f"CUTE_OPS_EXPRESSIONS_SEED={seed}")
-    every = [*drawn(seed, COUNT)]
+    every = [*drawn(seed, COUNT)][part::PARTS]
     compile_all(every)
     runners = verify.installed(("torch", "jax"))
     assert {runner.device() for runner in runners.values()} == {"cuda"}

@@ -63,12 +63,12 @@ def test_latent_attention() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", range(8))
 def test_the_bits_are_those_of_pytorch(part: int) -> None:
     torch = pytest.importorskip("torch")
     import cute_ops_torch
 
-    for seed in range(6 * part, 6 * part + 6):
+    for seed in range(3 * part, 3 * part + 3):
         call = drawn(seed)
         operands = given(call, seed)
         found = jax.jit(lambda x, _call=call: cute_ops_jax.decode_attention(**x, **_call.attrs))(operands)
