@@ -66,6 +66,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "full": {},
     "window of 1024": {"causal": True, "left": 1023},
     "causal, softcap 50": {"causal": True, "softcap": 50.0},
+    "causal, softcap 30": {"causal": True, "softcap": 30.0},
     "causal, ALiBi": {"causal": True, "score_mod": mods.alibi},
     "documents of 1000": {"causal": True, "mask_mod": mods.documents},
 }
@@ -130,7 +131,7 @@ def contenders(form: str) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor
             return score - arrays["slopes"][h] * (i - j).abs()
 
         def capped(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
-            return 50.0 * torch.tanh(score / 50.0)
+            return FORMS[form]["softcap"] * torch.tanh(score / FORMS[form]["softcap"])
 
         def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             b, s = q.shape[:2]
