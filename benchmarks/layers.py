@@ -161,7 +161,8 @@ def make(contender: str, layer: str) -> Call | None:
 
 def in_quack() -> dict[str, Call]:
     """Layers of quack, by the configs that it takes unasked: to tune each size takes minutes. The functions that return
-    an activation alone have no gradient.
+    an activation alone have no gradient. With an epilogue they fail where cutlass does not lie in a folder of the name
+    ``site-packages``: the key of an epilogue would have to hold cutlass's functions.
     """
     from quack import rmsnorm
     from quack.linear import linear_act_func, linear_func, linear_gated_func
