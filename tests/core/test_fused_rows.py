@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -58,6 +59,17 @@ def test_kernels_compute_the_reference(op: Op, layout: str) -> None:
     for i, (n, rows) in enumerate(((1, 1), (7, 5), (64, 3), (97, 4), (2048, 2))):
         for dtype in FLOATS if n == 7 else (FLOATS[i % 3],):
             kernel_calls.check(kernel_calls.made(op, rows, n, dtype, layout, np.random.default_rng([n, rows])))
+
+
+def test_unaligned_rows_of_any_length() -> None:
+    """Rows of one CTA, whose threads hold two to nine vectors of each."""
+    seed = int(os.environ.get("CUTE_OPS_SEED", "29"))
+    print("seed", seed)
+    rng = np.random.default_rng(seed)
+    for _ in range(16):
+        op, n = ALL[int(rng.integers(len(ALL)))], int(2 ** rng.uniform(5, 13)) | 1
+        dtype, layout = str(rng.choice(FLOATS)), str(rng.choice(kernel_calls.LAYOUTS))
+        kernel_calls.check(kernel_calls.made(op, int(rng.integers(1, 9)), n, dtype, layout, rng))
 
 
 # Those that add up over rows, for row vectors and scalars, go from row to row.
