@@ -2,7 +2,6 @@
 
 import operator
 from dataclasses import dataclass
-from functools import reduce
 from typing import Any
 
 import cutlass
@@ -23,8 +22,6 @@ from cute_ops.kernels.norm.group_sums import ClusterChannels, ClusterNumbers, Te
 
 # Parts of a thread's vectors that it waits for one after another.
 BATCHES = 4
-# Threads that add up a channel in the forward, where each thread reads the sums of its channels.
-HELPERS = 8
 
 
 # The compiler takes frozen dataclasses for values that loops do not change.
@@ -53,6 +50,7 @@ class GroupExamples:
 
     inputs = ("x",)
     target = "out"
+    values, stages = 1, 2
 
     def __init__(self, variant):
         self.variant, self.config, self.keys = variant, GroupConfig.of(variant.config), variant.tensors
@@ -74,7 +72,7 @@ class GroupExamples:
         # Threads that add up a channel, each over a part of the threads that have it.
         self.helpers = max(min(self.threads // self.width, self.depth), 1)
         self.blocks, self.of_block = -(-self.c // self.width), self.width // self.d
-        self.numbers = ClusterNumbers(2 * self.of_block, self.cluster)
+        self.numbers = ClusterNumbers(self.values * self.of_block, self.cluster, self.stages)
         self.pdl = can_use_pdl(variant.arch)
 
     @cute.jit
@@ -218,125 +216,89 @@ class GroupExamples:
             total = total + sums[1][column, helper, which]
         return total
 
+    @cute.jit
+    def tell(
+        self, sums: cutlass.Constexpr, which: cutlass.Constexpr, stage: cutlass.Constexpr, start: Int32,
+        mWeight: cutlass.Constexpr = None,
+    ):  # fmt: skip
+        """Tell the cluster the sums of this CTA's groups, of channels times their weights."""
+        tidx = cute.arch.thread_idx()[0]
+        lane = tidx % WARP
+        for group in cutlass.range(tidx // WARP, self.of_block, self.threads // WARP, unroll=1):
+            total = Float32(0.0)
+            for j in cutlass.range(lane, self.d, WARP, unroll=1):
+                column = group * self.d + j
+                found = self.of_channel(sums, column, which)
+                if const_expr(mWeight is not None):
+                    channel = cutlass.min(start + column, self.c - 1)
+                    gW = gmem_elements(mWeight.element_type, mWeight.iterator.toint(), self.c)
+                    found = found * gW[channel].to(Float32)
+                total = total + found
+            total = cute.arch.warp_reduction(total, operator.add)
+            number = group + which * self.of_block if const_expr(self.values > 1) else group
+            self.numbers.send(sums[2], number, total, stage)
+
+    def means(self, sums, place, stage, which=0):
+        """The means of a number over the groups of this thread's channels."""
+        count, found = 1.0 / (self.d * self.s), {}
+        for j in range(self.vec):
+            if j == 0 or self.d % self.vec:
+                group = (place.vector * self.vec + j) // self.d + which * self.of_block
+                found[j] = self.numbers.total(sums[2], group, stage) * count
+            else:
+                found[j] = found[0]
+        return [found[j] for j in range(self.vec)]
+
 
 class GroupExamplesForward(GroupExamples):
     """``out = activation((x - mean) * rstd * weight + bias)``, and mean and rstd of each group.
 
-    A thread takes squares of deviations from the mean of its first batch, while others are on their way: the variance
-    of its own elements is at least a third of the square by which this mean differs from that of all. Means and squares
-    of threads, channels and CTAs follow from those of their parts, so that a mean that is large beside the deviations
-    costs no accuracy. Bytes moved per element: x and out once each.
+    Mean and variance are exchanged one after another, so that a mean that is large beside the deviations costs no
+    accuracy. Bytes moved per element: x and out once each.
     """
-
-    def __init__(self, variant):
-        super().__init__(variant)
-        self.helpers = min(self.helpers, HELPERS)
 
     @cute.kernel
     def kernel(self, tensors):
         smem = cutlass.utils.SmemAllocator()
         slots, sums = self.slots(smem, tensors), self.allocate(smem)
         self.numbers.prepare(sums[2])
-        place, _ = self.place()
+        place, start = self.place()
         wait_for_previous(self.pdl)
         self.fetch(tensors, slots, place)
-        self.numbers.ready(sums[2])
-        found = [fragment(Float32, self.vec, 0.0) for _ in range(3)]
-        self._moments(tensors, slots, place, found)
-        rank = cute.arch.block_idx()[1] if self.cluster > 1 else 0
-        self._of_cta(sums, place, found, self._positions(rank))
-        self._tell(sums, self._positions(rank))
-        # Loaded meanwhile: registers have no room before.
         weight, bias = (self.columns(mW, place) for mW in (tensors.weight, tensors.bias))
-        self.numbers.wait(sums[2])
-        mean, variance = self._of_groups(sums, place)
+        self.numbers.ready(sums[2])
+        zeros = [Float32(0.0)] * self.vec
+        mean = self._mean(tensors, slots, sums, (place, start), zeros, 0)
+        variance = self._mean(tensors, slots, sums, (place, start), mean, 1)
         let_next_start(self.pdl)
         rstd = [cute.math.rsqrt(v + self.variant.attrs["eps"], fastmath=True) for v in variance]
         self._write(tensors, slots, place, (mean, rstd, weight, bias))
         self._write_numbers(tensors, place, (mean, rstd))
 
+    def _mean(self, tensors, slots, sums, where, mean, stage):
+        """The means of x, or with a mean of the squares of what it differs by."""
+        place, start = where
+        rSum = fragment(Float32, self.vec, 0.0)
+        self._sum(tensors, slots, place, rSum, mean, stage)
+        self.add_up(rSum, sums, place, 0)
+        cute.arch.barrier()
+        self.tell(sums, 0, stage, start)
+        self.numbers.wait(sums[2], stage)
+        return self.means(sums, place, stage)
+
     @cute.jit
-    def _moments(
-        self, tensors: cutlass.Constexpr, slots: cutlass.Constexpr, place: cutlass.Constexpr, found: cutlass.Constexpr
+    def _sum(
+        self, tensors: cutlass.Constexpr, slots: cutlass.Constexpr, place: cutlass.Constexpr, rSum: cute.Tensor,
+        mean: cutlass.Constexpr, squares: cutlass.Constexpr,
     ):  # fmt: skip
-        """For each of a thread's channels a number near the mean, and the sums of the deviations from it and of their
-        squares.
-        """
-        rPivot, rSum, rSquares = found
         for batch in cutlass.range_constexpr(self.batches):
             self.arrived(batch)
             begin, end = self.of_batch(place, batch)
-            if const_expr(batch == 0):
-                for k in cutlass.range(begin, end, unroll=2):
-                    x = self.read(tensors, slots, place, k)
-                    for j in cutlass.range_constexpr(self.vec):
-                        rPivot[j] = rPivot[j] + x[j]
-                each = 1.0 / Float32(cutlass.max(end - begin, 1))
-                for j in cutlass.range_constexpr(self.vec):
-                    rPivot[j] = rPivot[j] * each
             for k in cutlass.range(begin, end, unroll=2):
                 x = self.read(tensors, slots, place, k)
                 for j in cutlass.range_constexpr(self.vec):
-                    apart = x[j] - rPivot[j]
-                    rSum[j] = rSum[j] + apart
-                    rSquares[j] = rSquares[j] + apart * apart
-
-    def _positions(self, rank):
-        """How many positions a CTA of the cluster has."""
-        return Float32(cutlass.max(cutlass.min(Int32(self.s) - rank * self.span, Int32(self.span)), 0))
-
-    def _of_cta(self, sums, place, found, positions):
-        """Add up the elements of a CTA's channels, and the squares of their deviations from the channel's mean here."""
-        count, each = Float32(place.count), 1.0 / Float32(cutlass.max(place.count, 1))
-        rPivot, rSum, rSquares = found
-        shift = [rSum[j] * each for j in range(self.vec)]
-        means = [rPivot[j] + shift[j] for j in range(self.vec)]
-        rTotal = fragment(Float32, self.vec, 0.0)
-        for j in range(self.vec):
-            rTotal[j] = means[j] * count
-        self.add_up(rTotal, sums, place, 0)
-        cute.arch.barrier()
-        for j in range(self.vec):
-            here = self.of_channel(sums, place.vector * self.vec + j, 0) / cute.arch.fmax(positions, Float32(1.0))
-            apart = means[j] - here
-            rTotal[j] = cute.arch.fmax(rSquares[j] - rSum[j] * shift[j], Float32(0.0)) + apart * apart * count
-        self.add_up(rTotal, sums, place, 1)
-        cute.arch.barrier()
-
-    @cute.jit
-    def _tell(self, sums: cutlass.Constexpr, positions: Float32):
-        """Tell the cluster the means of this CTA's groups, and the squares of the deviations from them."""
-        tidx = cute.arch.thread_idx()[0]
-        lane, each = tidx % WARP, 1.0 / cute.arch.fmax(positions, Float32(1.0))
-        for group in cutlass.range(tidx // WARP, self.of_block, self.threads // WARP, unroll=1):
-            mean, squares = Float32(0.0), Float32(0.0)
-            for j in cutlass.range(lane, self.d, WARP, unroll=1):
-                mean = mean + self.of_channel(sums, group * self.d + j, 0) * each
-            mean = cute.arch.warp_reduction(mean, operator.add) * (1.0 / self.d)
-            for j in cutlass.range(lane, self.d, WARP, unroll=1):
-                apart = self.of_channel(sums, group * self.d + j, 0) * each - mean
-                squares = squares + self.of_channel(sums, group * self.d + j, 1) + apart * apart * positions
-            squares = cute.arch.warp_reduction(squares, operator.add)
-            self.numbers.send(sums[2], group, mean)
-            self.numbers.send(sums[2], group + self.of_block, squares)
-
-    def _of_groups(self, sums, place):
-        """Means and variances of the groups of this thread's channels, from those of the CTAs."""
-        sAll, found = sums[2][0], {}
-        counts = [float(max(min(self.s - rank * self.span, self.span), 0)) for rank in range(self.cluster)]
-        for j in range(self.vec):
-            if j and self.d % self.vec == 0:
-                found[j] = found[0]
-                continue
-            group = (place.vector * self.vec + j) // self.d
-            means = [sAll[group, rank] for rank in range(self.cluster)]
-            mean = reduce(operator.add, (m * (n / self.s) for m, n in zip(means, counts)))
-            squares = [
-                sAll[group + self.of_block, rank] + (m - mean) * (m - mean) * (n * self.d)
-                for rank, (m, n) in enumerate(zip(means, counts))
-            ]
-            found[j] = mean, reduce(operator.add, squares) * (1.0 / (self.d * self.s))
-        return zip(*(found[j] for j in range(self.vec)))
+                    apart = x[j] - mean[j]
+                    rSum[j] = rSum[j] + (apart * apart if const_expr(squares) else x[j])
 
     @cute.jit
     def _write(
@@ -372,6 +334,7 @@ class GroupExamplesBackward(GroupExamples):
 
     inputs = ("x", "dy")
     target = "dx"
+    values, stages = 2, 1
 
     def __init__(self, variant):
         super().__init__(variant)
@@ -399,12 +362,12 @@ class GroupExamplesBackward(GroupExamples):
             self.add_up(found[which], sums, place, which)
         cute.arch.barrier()
         for which in cutlass.range_constexpr(2):
-            self._tell(sums, which, start, tensors.weight)
+            self.tell(sums, which, 0, start, tensors.weight)
         self._tell_channels(tensors, sums, owned, start)
-        self.numbers.wait(sums[2])
+        self.numbers.wait(sums[2], 0)
         let_next_start(self.pdl)
         if const_expr(tensors.dx is not None):
-            pulls = [self._means(sums, place, which) for which in range(2)]
+            pulls = [self.means(sums, place, 0, which) for which in range(2)]
             self._write(tensors, slots, kept, place, numbers, pulls)
         self.channels.wait(owned)
         self._store_sums(tensors, owned, start)
@@ -446,37 +409,6 @@ class GroupExamplesBackward(GroupExamples):
                     kept.store(rSlope, cute.arch.thread_idx()[0], k)
         for j in cutlass.range_constexpr(self.vec):
             found[0][j] = found[0][j] * rstd[j]
-
-    @cute.jit
-    def _tell(
-        self, sums: cutlass.Constexpr, which: cutlass.Constexpr, start: Int32, mWeight: cutlass.Constexpr
-    ):  # fmt: skip
-        """Tell the cluster the sums of this CTA's groups, of channels times their weights."""
-        tidx = cute.arch.thread_idx()[0]
-        lane = tidx % WARP
-        for group in cutlass.range(tidx // WARP, self.of_block, self.threads // WARP, unroll=1):
-            total = Float32(0.0)
-            for j in cutlass.range(lane, self.d, WARP, unroll=1):
-                column = group * self.d + j
-                found = self.of_channel(sums, column, which)
-                if const_expr(mWeight is not None):
-                    channel = cutlass.min(start + column, self.c - 1)
-                    gW = gmem_elements(mWeight.element_type, mWeight.iterator.toint(), self.c)
-                    found = found * gW[channel].to(Float32)
-                total = total + found
-            total = cute.arch.warp_reduction(total, operator.add)
-            self.numbers.send(sums[2], group + which * self.of_block, total)
-
-    def _means(self, sums, place, which):
-        """The means of a number over the groups of this thread's channels."""
-        count, found = 1.0 / (self.d * self.s), {}
-        for j in range(self.vec):
-            if j == 0 or self.d % self.vec:
-                group = (place.vector * self.vec + j) // self.d + which * self.of_block
-                found[j] = self.numbers.total(sums[2], group) * count
-            else:
-                found[j] = found[0]
-        return [found[j] for j in range(self.vec)]
 
     @cute.jit
     def _tell_channels(

@@ -88,7 +88,7 @@ class GroupRowsBackward:
         self.most = self.span // self.s if self.span % self.s == 0 else (self.span + self.s - 2) // self.s + 1
         self.most = max(min(self.most, self.d), 1)
         self.warps = max(self.team // WARP, 1)
-        self.numbers = ClusterNumbers(2, self.cluster)
+        self.numbers = ClusterNumbers(2, self.cluster, 1)
         self.channels = ClusterChannels(self.d, self.cluster)
         self.pdl = can_use_pdl(variant.arch)
 
@@ -143,10 +143,10 @@ class GroupRowsBackward:
         cute.arch.barrier()
         if cute.arch.thread_idx()[0] < WARP:
             self._finish(tensors, walk, sums, (shared, owned), row)
-        self.numbers.wait(shared)
+        self.numbers.wait(shared, 0)
         let_next_start(self.pdl)
         if const_expr(tensors.dx is not None):
-            means = [self.numbers.total(shared, i) * (1.0 / self.n) for i in range(2)]
+            means = [self.numbers.total(shared, i, 0) * (1.0 / self.n) for i in range(2)]
             self._write(walk, self._group(tensors.dx, self.keys["dx"], row), means)
         self.channels.wait(owned)
         self._store_sums(tensors, owned, row, rank)
@@ -272,7 +272,7 @@ class GroupRowsBackward:
             pull = pull + product * weight
             push = push + total * weight
         for i, value in enumerate((pull, push)):
-            self.numbers.send(numbers, Int32(i), cute.arch.warp_reduction(value, operator.add))
+            self.numbers.send(numbers, Int32(i), cute.arch.warp_reduction(value, operator.add), 0)
 
     def _store(self, tensors, row, channel, values):
         """Write a channel's sums."""

@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
@@ -24,66 +25,70 @@ class Tensors(NamedTuple):
 
 
 class ClusterNumbers:
-    """``count`` numbers of each CTA, and their sums over the cluster in the order of the CTAs.
+    """``count`` numbers of each CTA, in each of ``stages``, and their sums over the cluster in the order of the CTAs.
 
-    Shared memory: 4 bytes for each number and CTA, and in a cluster an mbarrier.
+    Shared memory: 4 bytes for each number, CTA and stage, and in a cluster an mbarrier per stage.
     """
 
-    def __init__(self, count, cluster):
-        self.count, self.cluster = count, cluster
+    def __init__(self, count, cluster, stages):
+        self.count, self.cluster, self.stages = count, cluster, stages
 
     def allocate(self, smem):
-        """(the numbers of all CTAs, an mbarrier)"""
-        layout = cute.make_layout((self.count, self.cluster), stride=(1, self.count))
+        """(the numbers of all CTAs, mbarriers)"""
+        layout = cute.make_layout(
+            (self.count, self.cluster, self.stages), stride=(1, self.count, self.count * self.cluster)
+        )
         sAll = smem.allocate_tensor(Float32, layout, byte_alignment=16)
-        return sAll, smem.allocate_array(Int64, 1) if self.cluster > 1 else None
+        return sAll, smem.allocate_array(Int64, self.stages) if self.cluster > 1 else None
 
     @cute.jit
     def prepare(self, shared):
-        """Initialise the mbarrier; :meth:`ready` waits until the whole cluster has done so."""
+        """Initialise the mbarriers; :meth:`ready` waits until the whole cluster has done so."""
         if const_expr(self.cluster > 1):
             if cute.arch.thread_idx()[0] == 0:
-                cute.arch.mbarrier_init(shared[1], 1)
+                for stage in cutlass.range_constexpr(self.stages):
+                    cute.arch.mbarrier_init(shared[1] + stage, 1)
             cute.arch.mbarrier_init_fence()
             cute.arch.cluster_arrive_relaxed()
 
     @cute.jit
     def ready(self, shared):
-        """Say how much this CTA waits for, once no CTA can find an mbarrier that is not initialised."""
+        """Say how much each stage waits for, once no CTA can find an mbarrier that is not initialised."""
         if const_expr(self.cluster > 1):
             cute.arch.cluster_wait()
             if cute.arch.thread_idx()[0] == 0:
-                cute.arch.mbarrier_arrive_and_expect_tx(shared[1], self.count * self.cluster * 4)
+                for stage in cutlass.range_constexpr(self.stages):
+                    cute.arch.mbarrier_arrive_and_expect_tx(shared[1] + stage, self.count * self.cluster * 4)
 
     @cute.jit
-    def send(self, shared, i: Int32, value: Float32):
+    def send(self, shared, i: Int32, value: Float32, stage: cutlass.Constexpr):
         """Tell all CTAs this one's i-th number; all lanes of a warp call it."""
-        sAll, barrier = shared
+        sAll, barriers = shared
         lane = cute.arch.lane_idx()
         if const_expr(self.cluster == 1):
             if lane == 0:
-                sAll[i, 0] = value
+                sAll[i, 0, stage] = value
         elif lane < self.cluster:
-            place = cute.crd2idx((i, cute.arch.block_idx_in_cluster()), sAll.layout)
+            place = cute.crd2idx((i, cute.arch.block_idx_in_cluster(), stage), sAll.layout)
             sTarget = cute.arch.map_dsmem_ptr(sAll.iterator + place, lane).toint()
-            sBarrier = cute.arch.map_dsmem_ptr(barrier, lane).toint()
+            sBarrier = cute.arch.map_dsmem_ptr(barriers + stage, lane).toint()
             cute.arch.inline_ptx(
                 "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [{$r0}], {$r1}, [{$r2}];",
                 read_only_args=[Int32(sTarget), value, Int32(sBarrier)],
             )
 
-    def wait(self, shared):
-        """Wait for the numbers of all CTAs."""
+    def wait(self, shared, stage):
+        """Wait for a stage's numbers of all CTAs."""
         if self.cluster == 1:
             cute.arch.barrier()
         else:
-            cute.arch.mbarrier_wait(shared[1], 0)
+            cute.arch.mbarrier_wait(shared[1] + stage, 0)
 
-    def total(self, shared, i):
+    def total(self, shared, i, stage):
         """The sum of the i-th numbers."""
         total = Float32(0.0)
         for rank in range(self.cluster):
-            total = total + shared[0][i, rank]
+            total = total + shared[0][i, rank, stage]
         return total
 
 
