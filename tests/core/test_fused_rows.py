@@ -415,7 +415,7 @@ def test_few_clusters_of_unaligned_rows_do_nothing() -> None:
 
 def test_rows_a_little_longer_than_a_cta_s_need_no_cluster_where_unaligned() -> None:
     """4097 numbers of 4 bytes, beside those of 4096 and of 5000."""
-    for name, threads in (("rms", (352, 3)), ("unit_bwd", (352, 2)), ("capped_log_probabilities", (352, 3))):
+    for name, threads in (("rms", (352, 3)), ("unit_bwd", (352, 2)), ("capped_log_probabilities", (192, 4))):
         config = configured(BY_NAME[name], 4096, 4097, "float32")
         assert (config.form, config.cluster, config.threads, config.resident) == ("one_pass", 1, *threads)
         longer = configured(BY_NAME[name], 4096, 5001, "float32")

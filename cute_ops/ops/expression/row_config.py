@@ -96,16 +96,18 @@ SLOW, SLOW_VECTORS, SLOW_SM_THREADS, SLOW_PERSISTENT_THREADS = 4, 2, 1024, 640
 # twice, for which longer rows stay in the registers of a cluster.
 DEAR, REGISTER_THREADS = 3, 1024
 # Two tiles with DEAR special instructions and more than two stages have four vectors of each per thread, too: without
-# outputs that have columns nothing is kept, with them DEEP_KEPT values, for which an SM has DEEP_THREADS.
-DEEP_KEPT, DEEP_THREADS = 64, 512
+# outputs that have columns nothing is kept, with them DEEP_KEPT values, for which an SM has DEEP_THREADS. With them
+# rows of up to DEEP_PAIRS vectors have two vectors a thread, in REGISTER_THREADS.
+DEEP_KEPT, DEEP_THREADS, DEEP_PAIRS = 64, 512, 256
 # Two tiles in the registers of clusters, whose reductions take longer: a thread has four vectors of each in 80
 # registers, so 1.5 times as many bytes are in flight. With one stage it has 64 registers: WIDE_ONCE.
 WIDE_THREADS, WIDE_ONCE_THREADS, WIDE_ONCE_CTAS = 768, 960, 5
 # Unaligned rows: a thread has UNALIGNED_LEAST to UNALIGNED_MOST vectors, one more of a dear tile and one fewer of two
 # such, so many that the fewest lie past the row's end: 64 threads for the 139 vectors of 1039 columns take 0.75 of a
-# copy's rate, 32 threads 0.95. Threads of an SM by the vectors that each has, by whether there are several tiles and
-# whether they are dear; fewer beside several row vectors.
-UNALIGNED_LEAST, UNALIGNED_MOST = 3, 5
+# copy's rate, 32 threads 0.95. Beside a row vector one tile has fewer, whose registers that takes; two tiles of which
+# nothing but numbers of the row is stored have up to UNALIGNED_DEEP. Threads of an SM by the vectors that each has, by
+# whether there are several tiles and whether they are dear; fewer beside several row vectors.
+UNALIGNED_LEAST, UNALIGNED_MOST, UNALIGNED_DEEP = 3, 5, 9
 UNALIGNED_THREADS: Mapping[tuple[bool, bool], Ladder[int]] = {
     (False, False): ((math.inf, 1152),), (False, True): ((4, 1152), (math.inf, 768)),
     (True, False): ((4, 768), (math.inf, 640)), (True, True): ((3, 768), (math.inf, 512)),
@@ -269,7 +271,9 @@ class RowExpression(NamedTuple):
         if self.deep and row.vectors > WARP:
             most_kept = DEEP_KEPT if self.depth else 0
         keep = -(-span // share) * row.vector_elements * max(self.read, 1) <= most_kept
-        if row.vectors > WARP and self._in_fours(cluster):
+        if row.vectors > WARP and self._deep_pairs(span):
+            resident = max(REGISTER_THREADS // threads, 1)
+        elif row.vectors > WARP and self._in_fours(span):
             resident = max((DEEP_THREADS if self.depth else REGISTER_THREADS) // max(128, share), 1)
         else:
             resident = self._resident(row, cluster, share, threads, keep)
@@ -289,7 +293,9 @@ class RowExpression(NamedTuple):
             return threads_for(row.vectors, 2) if dear else row_threads(row)
         if 2 * WARP < span <= 3 * WARP and row.aligned and self.special < SLOW:
             return WARP  # two vectors each would leave a quarter of two warps idle
-        if self._in_fours(cluster):
+        if self._deep_pairs(span):
+            return threads_for(span, 2)
+        if self._in_fours(span):
             return threads_for(span, min((4, 3), key=partial(of_scheduler, span)) if cluster == 1 else 4)
         if self.read > 1 and not self._wide(cluster):
             return self._threads_of_tiles(span)
@@ -303,8 +309,6 @@ class RowExpression(NamedTuple):
         """Threads of a row of several tiles."""
         if self._dealt(span):
             return 1 << (span // 4).bit_length() - 1  # each reduction takes every warp's shuffles
-        if self.deep and of_scheduler(span, 3) == of_scheduler(span, 2):
-            return threads_for(span, 3)
         most = RANDOM_THREADS if self.texts.random else PAIR_THREADS
         # Without outputs that have columns threads wait for nothing but their sums.
         single = span <= most and not self.special and not self.many and {*self.texts.kinds} != {"c"}
@@ -346,9 +350,13 @@ class RowExpression(NamedTuple):
         """Whether a thread has four vectors and more of each of several tiles with many reductions."""
         return self.many and not self.special and span > PAIR_THREADS
 
-    def _in_fours(self, cluster: int) -> bool:
+    def _in_fours(self, span: int) -> bool:
         """Whether a thread has four vectors of each of two tiles of a deep expression."""
-        return self.deep
+        return self.deep and not self._deep_pairs(span)
+
+    def _deep_pairs(self, span: int) -> bool:
+        """Whether a thread has two of them."""
+        return self.deep and self.depth > 0 and span <= DEEP_PAIRS
 
     def _pairs_share(self, share: int, keep: bool) -> bool:
         """Whether two CTAs of several tiles share an SM: one loads while the other computes."""
@@ -371,8 +379,7 @@ class RowExpression(NamedTuple):
         elif two:
             share = threads_for(row.touched, UNALIGNED_TWO)
         else:
-            most_held = UNALIGNED_MOST + (dear and not several) - (dear and several and not self.deep)
-            share = even_threads(row.touched, UNALIGNED_LEAST, most_held)
+            share = even_threads(row.touched, *self._vectors_of_unaligned(row))
             most = step(UNALIGNED_THREADS[several, dear], -(-row.touched // share))
             if self.weights > 1 and stages(self.expression):
                 most = min(most, UNALIGNED_WEIGHTED_THREADS)
@@ -382,6 +389,20 @@ class RowExpression(NamedTuple):
         few = (dear and not several) or -(-row.touched // share) * row.vector_elements <= MOST_KEPT
         keep = few and not (self.late or two or (self.deep and not self.depth))
         return self._config("one_pass", threads, share, 1, resident, align_vectors=row.align_vectors, keep=keep)
+
+    def _vectors_of_unaligned(self, row: RowProblem) -> tuple[int, int]:
+        """The least and the most vectors that a thread has of an unaligned row."""
+        dear, several = self.special >= DEAR, self.read > 1
+        if row.itemsize == 4:  # half as many elements
+            least = 2 * UNALIGNED_LEAST if dear and not several else UNALIGNED_LEAST
+            return least, least
+        if several:
+            if self.deep:
+                return UNALIGNED_LEAST, UNALIGNED_MOST if self.depth else UNALIGNED_DEEP
+            return UNALIGNED_LEAST, UNALIGNED_MOST - dear
+        if self.weights and not dear:
+            return UNALIGNED_LEAST, min(UNALIGNED_LEAST + self.weights, UNALIGNED_MOST) - 1
+        return UNALIGNED_LEAST, UNALIGNED_MOST + dear
 
     def _in_ring(self, row: RowProblem) -> FusedRowConfig | None:
         """One slot of a cluster's shared memory; None where a row does not fit."""
