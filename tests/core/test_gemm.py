@@ -557,6 +557,7 @@ def test_rows_are_copied_to_rows_of_another_stride(monkeypatch: pytest.MonkeyPat
             gap = int(rng.choice([0, shift]))
             where = {"x": Memory((n + gap, 1), 2 * int(rng.integers(8))), "out": Memory((-(-n // 8) * 8, 1))}
             call = kernel_calls.Call(op, {"x": x}, where, {}, f"{rows}x{n} {dtype}", lambda seed: {})
+            call.planned()  # makes the config's class a dataclass, for which its module must be there
             with kernel_calls.interpreted():
                 (out,) = kernel_calls.run(call)
             np.testing.assert_array_equal(out.view(np.uint16), x.view(np.uint16))
