@@ -8,18 +8,17 @@ gradient takes the rows' sum for one. Where it is as below for some rows, it is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
+from cute_ops.expressions.graph import Expression
 from cute_ops.expressions.reference import evaluate
 from cute_ops.fusion.graph import Node
 from cute_ops.fusion.loss_terms import is_analytic
 from cute_ops.fusion.match import shortest
 from cute_ops.fusion.one_expression import between, expressed
 
-if TYPE_CHECKING:  # a program without losses needs no NumPy
-    import numpy as np
-
+Value: TypeAlias = tuple[Expression, list[Node]] | None
 _ROWS, _COLUMNS = 16, (24, 37)
 _CLOSE = 1e-6
 
@@ -59,12 +58,24 @@ class Given(NamedTuple):
 
 def rule_of(given: Given) -> Rule | None:
     """Which loss a function is; None if it is none, or if its derivative is that of no loss."""
-    found = {_fitted(given, columns) for columns in _COLUMNS}
+    leaves = {given.logits, given.targets, given.dloss}
+    values = {node: _value(node, leaves) for node in (*given.outputs, *given.forward, given.dlogits)}
+    found = {_fitted(given, values, columns) for columns in _COLUMNS}
     return found.pop() if len(found) == 1 else None
 
 
-def _fitted(given: Given, columns: int) -> Rule | None:
+def _value(root: Node, leaves: set[Node]) -> Value:
+    """A value as an expression and its leaves; None of one that no analytic expression of these computes."""
+    nodes = between(root, leaves)
+    found = expressed(nodes, root, False) if nodes else None
+    return found if found is not None and is_analytic(found[0]) else None
+
+
+def _fitted(given: Given, values: Mapping[Node, Value], columns: int) -> Rule | None:
     import numpy as np
+
+    def terms_of(node: Node, terms: list[Any]) -> tuple[float, ...] | None:
+        return None if (value := values[node]) is None else _terms(value, arrays, terms, np)
 
     rng = np.random.default_rng(columns)
     x = rng.standard_normal((_ROWS, columns)) * 2 + rng.standard_normal((_ROWS, 1))
@@ -73,22 +84,22 @@ def _fitted(given: Given, columns: int) -> Rule | None:
     lse, total = np.log(np.sum(np.exp(x), -1, keepdims=True)), np.sum(t, -1, keepdims=True)
     at, square = np.sum(t * x, -1, keepdims=True), lse * lse
     loss, *others = zip(given.outputs, given.forward, strict=True)
-    terms = _same([_terms_of(node, arrays, [lse, total * lse, at, square], np) for node in loss])
+    terms = _same([terms_of(node, [lse, total * lse, at, square]) for node in loss])
     p = np.exp(x - lse)
-    slope = _terms_of(given.dlogits, arrays, [dloss * each for each in (p, total * p, t, lse * p)], np)
+    slope = terms_of(given.dlogits, [dloss * each for each in (p, total * p, t, lse * p)])
     if terms is None or slope is None or terms[2] != -1 or slope[2] != -1:
         return None
     z_loss = terms[3]
     of = _OF.get((*terms[:2], *slope[:2]))
     if of is None or z_loss < 0 or abs(slope[3] - 2 * z_loss) > _CLOSE * max(z_loss, 1e-3):
         return None
-    more = [_same([_terms_of(node, arrays, [lse, square], np) for node in each]) for each in others]
+    more = [_same([terms_of(node, [lse, square]) for node in each]) for each in others]
     known = tuple((each[0], each[1]) for each in more if each is not None)
     return Rule(z_loss, of, known) if len(known) == len(more) else None
 
 
 # By the factors of ``lse`` and of its product with the sum of the row, in the loss and in the gradient.
-_OF = {(1, 0, 1, 0): "logit", (0, 1, 0, 1): "log_prob", (0, 1, 1, 0): "whole"}
+_OF: Mapping[tuple[float, ...], str] = {(1, 0, 1, 0): "logit", (0, 1, 0, 1): "log_prob", (0, 1, 1, 0): "whole"}
 
 
 def _same(found: list[tuple[float, ...] | None]) -> tuple[float, ...] | None:
@@ -96,20 +107,18 @@ def _same(found: list[tuple[float, ...] | None]) -> tuple[float, ...] | None:
     return first if all(each == first for each in others) else None
 
 
-def _terms_of(root: Node, arrays: dict[Node, Any], terms: list[np.ndarray[Any, Any]], np: Any) -> Any:
+def _terms(
+    value: tuple[Expression, list[Node]], arrays: Mapping[Node, Any], terms: list[Any], np: Any
+) -> tuple[float, ...] | None:
     """The factors by which a value is the sum of these terms; None if it is none."""
-    nodes = between(root, set(arrays))
-    if nodes is None or not nodes:
+    expression, leaves = value
+    made = evaluate(expression, np, [arrays[leaf] for leaf in leaves])[0]
+    if made.shape != terms[0].shape:
         return None
-    if (found := expressed(nodes, root, False)) is None or not is_analytic(found[0]):
-        return None
-    value = evaluate(found[0], np, [arrays[leaf] for leaf in found[1]])[0]
-    if value.shape != terms[0].shape:
-        return None
-    columns = np.stack([np.broadcast_to(each, value.shape).ravel() for each in terms], -1)
+    columns = np.stack([np.broadcast_to(each, made.shape).ravel() for each in terms], -1)
     half = len(columns) // 2
-    factors = np.linalg.lstsq(columns[:half], value.ravel()[:half], rcond=None)[0]
-    if not np.allclose(columns @ factors, value.ravel(), rtol=1e-7, atol=1e-7):
+    factors = np.linalg.lstsq(columns[:half], made.ravel()[:half], rcond=None)[0]
+    if not np.allclose(columns @ factors, made.ravel(), rtol=1e-7, atol=1e-7):
         return None
     return tuple(_number(float(each)) for each in factors)
 

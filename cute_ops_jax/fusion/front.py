@@ -464,8 +464,9 @@ def _dot_general(g: Graph, args: _Args, params: Any, shape: Any, dtype: str) -> 
 
 
 def _vary(g: Graph, args: _Args, params: Any, shape: Any, dtype: str) -> _Made:
-    """A number, or what has no gradient, is the same for one device; the gradient of an array is summed over them."""
-    return args if args[0].dtype not in FLOATS or number_of(args[0]) is not None else None
+    """A number and whole ones are the same on all devices; the gradient of an array is summed over them."""
+    whole = args[0].dtype.startswith(("int", "uint", "bool"))
+    return args if whole or number_of(args[0]) is not None else None
 
 
 _TRANSLATIONS: dict[str, Callable[..., _Made]] = {
