@@ -462,6 +462,8 @@ class RowExpression(NamedTuple):
         """Whether three rows of a CTA are on their way, not two."""
         if self._alone(row, span, cluster):
             return True
+        if span > CTA_VECTORS:
+            return False
         if cluster > 1:
             return bool(self.depth) or row.aligned or cluster > 2
         few = -(-span // share) <= 3 or share > SUMS_THREADS // 2 or bool(span % (4 * WARP))
