@@ -8,10 +8,10 @@ from torch import nn
 def install_hooks(model: nn.Module) -> None:
     """Put the hooks in that a model's first call would: their lock breaks the graph of a call that is compiled."""
     try:
-        from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY, maybe_install_capturing_hooks
-    except ImportError:  # transformers that keeps outputs otherwise
+        from transformers.utils.output_capturing import maybe_install_capturing_hooks
+    except ImportError:  # versions that keep outputs otherwise
         return
     for module in model.modules():
-        config = getattr(module, "config", None)
-        if any(getattr(config, f"output_{name}", False) for name in _CAN_RECORD_REGISTRY.get(module)):
+        kept, config = getattr(type(module), "_can_record_outputs", None), getattr(module, "config", None)
+        if any(getattr(config, f"output_{name}", False) for name in kept or ()):
             maybe_install_capturing_hooks(module)
