@@ -377,6 +377,18 @@ def test_what_is_compared_with_an_extreme_number_rounds_alike(monkeypatch: pytes
     kernel_calls.check(call._replace(tile=tile))
 
 
+@pytest.mark.parametrize(("n", "found"), [(12_288, (2, 256)), (36_864, (4, 256)), (61_440, (4, 384))])
+def test_few_ctas_share_long_rows_of_two_sums(n: int, found: tuple[int, int]) -> None:
+    """As measured: of a copy's rate 61440 take 0.35 with two clusters of eight on their SMs, 0.65 with one of four."""
+
+    def norm(xp: Any, x: Any, weight: Any, bias: Any) -> Any:
+        apart = x - xp.mean(x, **ROW)
+        return apart * xp.rsqrt(xp.mean(apart * apart, **ROW) + 1e-6) * weight + bias
+
+    config = configured(fused(norm, operands={"x": "*m n", "weight": "n", "bias": "n"}).grad, 1000, n)
+    assert (config.cluster, config.threads) == found and (n < 30_000 or config.resident == 1)
+
+
 @pytest.mark.parametrize(("n", "threads"), [(777, 32), (1039, 32), (1501, 64), (2051, 96), (3001, 96)])
 def test_few_vectors_of_threads_lie_past_the_end_of_unaligned_rows(n: int, threads: int) -> None:
     """As measured: 1039 take 0.75 of a copy's rate with 64 threads, 0.95 with 32; 1501 0.73 with 96, 0.88 with 64."""

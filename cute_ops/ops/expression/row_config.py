@@ -442,7 +442,7 @@ class RowExpression(NamedTuple):
         slot = threads * per_thread * vector
         if per_thread * max(self.sums, 1) > MOST_SUMMED or 2 * slot > room:
             return self._in_passes(problem, TWO_PASS_THREADS, row.align_vectors)
-        if narrow and threads == SUMS_THREADS:
+        if narrow and threads == SUMS_THREADS and span <= CTA_VECTORS:
             sm_threads = SUMS_THREADS * min(cluster, 2)  # one waits for its cluster, the other one computes
         if cluster == 2 and not self.depth:
             sm_threads = max(sm_threads, 2 * threads)
