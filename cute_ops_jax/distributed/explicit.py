@@ -137,6 +137,16 @@ def as_typed(array: Any, aval: Any) -> Any:
     return _resharded(array, want.spec, want.mesh)
 
 
+def is_explicit(array: Any) -> bool:
+    """Whether the type of an array says how it is sharded."""
+    return AxisType.Explicit in jax.typeof(array).sharding.mesh.axis_types
+
+
+def whole(array: Any) -> Any:
+    """The array, on explicit meshes all of it on each device, as what loops over its rows needs it."""
+    return _resharded(array, PartitionSpec(), _sharding(array).mesh) if is_explicit(array) else array
+
+
 def _sharding(array: Any) -> Any:
     """The sharding in the type of an array, or of an abstract value."""
     return (array if isinstance(array, _compat.ShapedArray) else jax.typeof(array)).sharding

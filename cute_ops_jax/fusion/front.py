@@ -270,6 +270,11 @@ def _is_placed(sharding: Any) -> bool:
     return AxisType.Explicit in sharding.mesh.axis_types or any(sharding.spec)
 
 
+def _is_number_or_whole(node: Node) -> bool:
+    """Whether a value is one number everywhere or an array of whole ones, which have no gradient."""
+    return node.dtype.startswith(("int", "uint", "bool")) or number_of(node) is not None
+
+
 def _compare(g: Graph, args: _Args, params: Any, shape: Any, dtype: str) -> _Made:
     return None if args[0].dtype not in _VALUES else [g.primitive("less", args[::-1], shape, dtype)]
 
@@ -336,7 +341,7 @@ def _reshape(g: Graph, args: _Args, params: Any, shape: Any, dtype: str) -> _Mad
 
 
 def _broadcast(g: Graph, args: _Args, params: Any, shape: Any, dtype: str) -> _Made:
-    if _is_placed(params.get("sharding")):
+    if _is_placed(params.get("sharding")) and not _is_number_or_whole(args[0]):
         return None
     return [g.broadcast(args[0], shape, params["broadcast_dimensions"])]
 
@@ -465,8 +470,7 @@ def _dot_general(g: Graph, args: _Args, params: Any, shape: Any, dtype: str) -> 
 
 def _vary(g: Graph, args: _Args, params: Any, shape: Any, dtype: str) -> _Made:
     """A number and whole ones are the same on all devices; the gradient of an array is summed over them."""
-    whole = args[0].dtype.startswith(("int", "uint", "bool"))
-    return args if whole or number_of(args[0]) is not None else None
+    return args if _is_number_or_whole(args[0]) else None
 
 
 _TRANSLATIONS: dict[str, Callable[..., _Made]] = {

@@ -21,6 +21,7 @@ from cute_ops.fusion.loss_metrics import What
 from cute_ops.ops.reduction.cross_entropy import cross_entropy, shaped
 from cute_ops.ops.reduction.cross_entropy_metrics import cross_entropy_metrics
 from cute_ops_jax.composite.losses import linear_cross_entropy
+from cute_ops_jax.distributed.explicit import as_typed, is_explicit, whole
 from cute_ops_jax.fusion.wide_head import wide_head
 from cute_ops_jax.primitive.any_size import is_symbolic
 from cute_ops_jax.primitive.function import register
@@ -131,7 +132,7 @@ def _by_chunks(of_row: Callable[..., Any], hidden: Any, weight: Any) -> Callable
     rows, size = prod(hidden.shape[:-1]), None  # one at a time where their number is not known
     if not is_symbolic(rows):
         size = rows_per_chunk(rows, k, n, hidden.dtype.itemsize, ENOUGH)
-    return lambda given: jax.lax.map(of_row, given, batch_size=size)
+    return lambda given: jax.lax.map(of_row, jax.tree.map(whole, given), batch_size=size)
 
 
 def _with_metrics(
@@ -193,8 +194,15 @@ def _are_ignored(outside: str, of: str, attrs: dict[str, float]) -> bool:
 
 
 def _chosen(fine: Any, ours: Callable[..., Any], careful: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
-    """What our op gives if all rows are fine, else what JAX computes."""
-    return ours(*operands) if fine is None else jax.lax.cond(_all(fine), ours, careful, *operands)
+    """What our op gives if all rows are fine, else what JAX computes, on explicit meshes placed as our op's."""
+    if fine is None:
+        return ours(*operands)
+
+    def placed(*operands: Any) -> Any:
+        return as_typed(careful(*operands), jax.eval_shape(ours, *operands))
+
+    explicit = any(is_explicit(each) for each in jax.tree.leaves(operands))
+    return jax.lax.cond(_all(fine), ours, placed if explicit else careful, *operands)
 
 
 @jax.custom_batching.custom_vmap

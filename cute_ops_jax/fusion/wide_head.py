@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from cute_ops.composite.chunks import ENOUGH, rows_per_chunk
 from cute_ops.declaration.op import Op
+from cute_ops_jax.distributed.explicit import as_typed, whole
 from cute_ops_jax.primitive.any_size import is_symbolic
 from cute_ops_jax.primitive.function import register
 
@@ -24,13 +25,14 @@ WIDE = jnp.float32
 
 def wide_head(op: Op, hidden: Any, weight: Any, bias: Any, target: Any, attrs: Mapping[str, Any]) -> tuple[Any, ...]:
     """The results of an op of logits and targets for each row. The backward computes the logits again."""
+    bias = bias if bias is None else whole(bias)
     rows, (n, k) = prod(hidden.shape[:-1]), weight.shape
     if is_symbolic(rows):
         size, chunks = 1, rows
     else:
         chunks = max(-(-rows // rows_per_chunk(rows, k, n, 4, ENOUGH)), 1)
         size = -(-rows // chunks)
-    wide = weight.astype(WIDE)  # its gradient is summed in float32
+    wide = whole(weight).astype(WIDE)  # its gradient is summed in float32
 
     @jax.checkpoint
     def of_chunk(given: tuple[Any, Any]) -> tuple[Any, ...]:
@@ -46,8 +48,9 @@ def wide_head(op: Op, hidden: Any, weight: Any, bias: Any, target: Any, attrs: M
             flat = jnp.pad(flat, [(0, size * chunks - rows), *[(0, 0)] * (flat.ndim - 1)])
         return jnp.swapaxes(flat.reshape(size, chunks, *flat.shape[1:]), 0, 1)
 
-    made = jax.lax.map(of_chunk, (cut(hidden), cut(target)))
-    return tuple(jnp.swapaxes(each, 0, 1).reshape(-1)[:rows].reshape(target.shape) for each in made)
+    made = jax.lax.map(of_chunk, (cut(whole(hidden)), cut(whole(target))))
+    flat = (jnp.swapaxes(each, 0, 1).reshape(-1)[:rows] for each in made)
+    return tuple(as_typed(each.reshape(target.shape), jax.typeof(target)) for each in flat)
 
 
 @jax.custom_vjp

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -126,3 +127,27 @@ def test_losses_in_a_shard_map(check_vma: bool) -> None:
         for f in (cute_ops_jax.fuse(function), function)
     )
     close([np.asarray(a) for a in jax.tree.leaves(got)], want)
+
+
+@pytest.mark.parametrize("form", ["gather", "one-hot rows and accuracy", "logits in float32"])
+def test_losses_on_explicit_meshes(form: str) -> None:
+    """Where rows are sharded, and for labels that are no class, whose losses a loop computes."""
+
+    def of_head(labels: jax.Array, p: Arrays, x: jax.Array) -> Any:
+        wide = jnp.float32 if form == "logits in float32" else None
+        x, head = (a.astype(jnp.bfloat16) if wide else a for a in (x, p["head"]))
+        logits = jnp.matmul(x, head, preferred_element_type=wide)
+        if form == "gather":
+            at = jnp.take_along_axis(logits, labels[..., None], -1, mode="clip")[..., 0]
+            return (jax.nn.logsumexp(logits, -1) - at).mean()
+        rows = jax.nn.one_hot(labels, 32, dtype=logits.dtype)
+        correct = (logits.argmax(-1) == labels).mean() if not wide else 0.0
+        return (jax.nn.logsumexp(logits, -1) - (rows * logits).sum(-1)).mean() + correct
+
+    for labels in (TOKENS, TOKENS.at[0, 1].set(-100)):
+        of_labels = partial(of_head, labels)
+        want = jax.value_and_grad(of_labels, (0, 1))(PARAMS, X)
+        got = on_mesh(jax.value_and_grad(cute_ops_jax.fuse(of_labels), (0, 1)), X, {}, AxisType.Explicit)
+        for a, b in zip(got, jax.tree.leaves(want), strict=True):
+            rtol = 1e-2 if form == "logits in float32" else 2e-5
+            np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * max(1e-2, np.abs(b).max()))
