@@ -103,19 +103,26 @@ def place(graph: Graph, readers: Sequence[Node], layer: Node, target: Node) -> N
     return first
 
 
-def put(graph: Graph, metric: Metric, result: Node, rows: Node) -> None:
-    """Replace a metric by the result of a loss, in the shape of the rows of a head's input."""
+def put(graph: Graph, metric: Metric, before: Node, result: Node, rows: Node) -> None:
+    """Replace a metric by a copy of a loss' result, in the shape of the rows of a head's input.
+
+    The copy is made at the loss' place: a program may write to its metrics, and may read them in inference mode, where
+    no view of a value from outside can be made.
+    """
     like, whole = value_of(metric.node), value_of(rows)
     assert like is not None and whole is not None
     column: Any = (..., slice(0, 1) if like.ndim == whole.ndim else 0)
-    with graph.inserting_before(metric.node):
+    with graph.inserting_before(before):
         shape = graph.call_function(operator.getitem, (rows, column))
         shape.meta = {**metric.node.meta, "example_value": whole[column]}
         made = graph.call_method("view_as", (result, shape))
         made.meta = {**metric.node.meta, "example_value": like.to(torch.int32) if metric.predicted else like}
         if metric.predicted:
             made = graph.call_method("to", (made, like.dtype))
-        elif not like.requires_grad:
-            made = graph.call_method("detach", (made,))
+        else:
+            if not like.requires_grad:
+                made = graph.call_method("detach", (made,))
+                made.meta = {**metric.node.meta, "example_value": like}
+            made = graph.call_method("clone", (made,))
         made.meta = {**metric.node.meta, "example_value": like}
     metric.node.replace_all_uses_with(made)

@@ -254,7 +254,7 @@ def _with_metrics(graph: Graph, node: Any, place: Any, loss: _Loss, head: _Head)
             outputs.append(graph.call_function(operator.getitem, (raw, i)))
         outputs[-1].meta = {**node.meta, "example_value": losses.to(kind)}
     for metric in head.metrics:
-        loss_metrics.put(graph, metric, outputs[3 if metric.predicted else 1], rows[metric.rows])
+        loss_metrics.put(graph, metric, place, outputs[3 if metric.predicted else 1], rows[metric.rows])
     kept = method("masked_fill", outputs[0], losses, skipped, 0.0)
     with graph.inserting_before(node):
         made = _reduced(graph, node, kept, loss)

@@ -396,7 +396,17 @@ def _of_shifted_rows(logits: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
     return loss, rows.logsumexp(-1), rows.detach().argmax(-1)
 
 
-@pytest.mark.parametrize("metrics", [_accuracy, _z_loss, _of_shifted_rows])
+def _written(logits: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+    """A program that writes to one of two metrics, and reads others in inference mode."""
+    lse = logits.logsumexp(-1)
+    loss = F.cross_entropy(logits.view(-1, 37), labels.view(-1))
+    doubled = logits.detach().logsumexp(-1).mul_(2)
+    with torch.inference_mode():
+        right = (logits.argmax(-1) == labels).sum() + logits.logsumexp(-1).mean()
+    return loss, lse, doubled, right
+
+
+@pytest.mark.parametrize("metrics", [_accuracy, _z_loss, _of_shifted_rows, _written])
 def test_metrics_beside_a_loss_need_no_logits(metrics: Callable[..., Any]) -> None:
     ignored = 0 if metrics is _of_shifted_rows else -100
     labels = (torch.arange(B * S) % 37).view(B, S).index_fill(1, torch.tensor([2]), ignored)
