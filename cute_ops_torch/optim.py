@@ -166,7 +166,8 @@ def _count(states: list[dict[str, Any]]) -> list[float]:
     steps = [state["step"] for state in states]
     size, first = len(steps), steps[0].data_ptr()
     places = range(first, first + size * steps[0].itemsize, steps[0].itemsize)
-    if [step.data_ptr() for step in steps] == [*places]:
+    one = steps[0].untyped_storage().data_ptr() == steps[-1].untyped_storage().data_ptr()
+    if one and [step.data_ptr() for step in steps] == [*places]:
         every = steps[0].as_strided((size,), (1,))
     else:  # new ones, ones of a state dict, or not the ones of the step before
         every = torch.stack(steps)

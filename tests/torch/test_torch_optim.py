@@ -96,6 +96,19 @@ def test_parameters_without_gradients() -> None:
         torch.testing.assert_close(weight.detach(), torch.full((3, 4), 1 - 0.1 * count), rtol=1e-5, atol=1e-5)
 
 
+def test_step_counts_that_lie_one_after_the_other_in_memory_of_their_own() -> None:
+    """As an allocator without headers may place them: to write to them at once, they must be of one storage."""
+    params = [nn.Parameter(torch.ones(2)) for _ in range(3)]
+    optimizer, counts = AdamW(params), bytearray(torch.tensor([1.0, 2.0, 3.0]).numpy().tobytes())
+    for k, p in enumerate(params):
+        step = torch.frombuffer(counts, dtype=torch.float32, count=1, offset=4 * k)[0]
+        optimizer.state[p] = {"step": step, "exp_avg": torch.zeros(2), "exp_avg_sq": torch.zeros(2)}
+        p.grad = torch.ones(2)
+    for taken in (1, 2):
+        optimizer.step()
+        assert [optimizer.state[p]["step"].item() for p in params] == [1 + taken, 2 + taken, 3 + taken]
+
+
 def test_closures_groups_and_schedules() -> None:
     weights = [nn.Parameter(torch.ones(3, 4)) for _ in range(3)]
     optimizer = AdamW([{"params": weights[:1], "lr": 0.0}, {"params": weights[1:], "weight_decay": 0.0}], lr=0.1)
