@@ -6,12 +6,15 @@ from torch import nn
 
 
 def install_hooks(model: nn.Module) -> None:
-    """Put the hooks in that a model's first call would: their lock breaks the graph of a call that is compiled."""
+    """Put the hooks in that a model's first call would: their lock breaks the graph of a call that is compiled. Those
+    of a part that has run are there, and a second hook would keep each output twice.
+    """
     try:
         from transformers.utils.output_capturing import maybe_install_capturing_hooks
     except ImportError:  # versions that keep outputs otherwise
         return
     for module in model.modules():
         kept, config = getattr(type(module), "_can_record_outputs", None), getattr(module, "config", None)
-        if any(getattr(config, f"output_{name}", False) for name in kept or ()):
+        asked = any(getattr(config, f"output_{name}", False) for name in kept or ())
+        if asked and not any(getattr(part, "_output_capturing_hooks_installed", False) for part in module.modules()):
             maybe_install_capturing_hooks(module)

@@ -160,6 +160,14 @@ def test_what_a_trainer_gives_a_model_says_nothing_to_attention(given: dict[str,
     assert calls["attention"] == 4
 
 
+def test_outputs_of_a_model_that_ran_before_its_patch_are_kept_once() -> None:
+    model, inputs = made(MODELS["Qwen3-MoE"])
+    model.config.output_router_logits = True
+    expected = model(**inputs).router_logits
+    cute_ops_torch.patch(model)
+    assert len(model(**inputs).router_logits) == len(expected)
+
+
 def test_checkpointed_layers_of_a_graph_read_no_norm_of_the_next_layer() -> None:
     """Each is a call in the graph, which has no names for tensors outside of it."""
     torch._dynamo.reset()
