@@ -59,16 +59,22 @@ class Given(NamedTuple):
 def rule_of(given: Given) -> Rule | None:
     """Which loss a function is; None if it is none, or if its derivative is that of no loss."""
     leaves = {given.logits, given.targets, given.dloss}
-    values = {node: _value(node, leaves) for node in (*given.outputs, *given.forward, given.dlogits)}
+    values = {node: _value(node, leaves, given.dloss) for node in (*given.outputs, *given.forward, given.dlogits)}
     found = {_fitted(given, values, columns) for columns in _COLUMNS}
     return found.pop() if len(found) == 1 else None
 
 
-def _value(root: Node, leaves: set[Node]) -> Value:
+def _value(root: Node, leaves: set[Node], dloss: Node) -> Value:
     """A value as an expression and its leaves; None of one that no analytic expression of these computes."""
     nodes = between(root, leaves)
     found = expressed(nodes, root, False) if nodes else None
-    return found if found is not None and is_analytic(found[0]) else None
+    return found if found is not None and is_analytic(found[0]) and _is_of_rows(*found, dloss) else None
+
+
+def _is_of_rows(expression: Expression, leaves: Sequence[Node], dloss: Node) -> bool:
+    """Whether each row is computed with its own columns, and with its number of the cotangent."""
+    kinds = (str(operand) for operand in expression.operands)
+    return all(kind == ("c" if leaf is dloss else "t") for kind, leaf in zip(kinds, leaves, strict=True))
 
 
 def _fitted(given: Given, values: Mapping[Node, Value], columns: int) -> Rule | None:

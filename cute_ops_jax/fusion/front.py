@@ -87,6 +87,7 @@ class Front:
         self.values: dict[Node, Value] = {}
         self.stops: dict[Node, JaxprEqn] = {}
         self._whole, self._passed, self._exact = whole, passed, exact
+        self._only_values = isinstance(passed, _Every)
         self._call: JaxprEqn | None = None
         self._known: dict[Any, list[Node]] = {}
         avals = [v.aval for v in closed.jaxpr.invars]
@@ -128,7 +129,8 @@ class Front:
 
     def _equation(self, equation: JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
         name = equation.primitive.name
-        if name in _CALLS and (body := _inlined(equation)) is not None:
+        only_value = self._only_values and name.startswith("custom_vjp_call")
+        if (name in _CALLS or only_value) and (body := _inlined(equation)) is not None:
             return self._run(body, inputs)
         if name == "custom_jvp_call" and _has_known_rule(equation) and id(equation) not in self._whole:
             return self._of_call(equation, inputs)
@@ -161,7 +163,7 @@ class Front:
         if known is None:
             nodes = [each.node for each in inputs if isinstance(each, Value)]
             known = [self.graph.opaque(name, nodes, _shape(v.aval), _dtype(v.aval)) for v in equation.outvars]
-            if name.startswith("custom_vjp_call") and not self._exact:
+            if name.startswith("custom_vjp_call") and not (self._exact or self._only_values):
                 name_loss(self.graph, equation, args, known, _read)
             if key is not None:
                 self._known[key] = known

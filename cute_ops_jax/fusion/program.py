@@ -80,6 +80,7 @@ class Program:
             if not kept:
                 break
             whole |= kept
+        self._open = self._opened(passed)
         needed = set(map(id, self._order))
         self.parts = [part for part in self.parts if part.call is None or id(part) in needed]
         self.bodies: dict[int, Bodies] = {}
@@ -123,6 +124,8 @@ class Program:
                 body, lookup = self.bodies.get(id(unit)), self.lookups.get(id(unit))
                 if lookup is not None:
                     outputs = lookup(inputs)
+                elif id(unit) in self._open:
+                    outputs = inputs
                 else:
                     outputs = body.bind(inputs) if body and body.changed else _compat.bind(unit.equation, inputs)
                 made.update({(id(unit), i): out for i, out in enumerate(outputs)})
@@ -200,6 +203,19 @@ class Program:
                 stop.become(stop.args[0])
         return passed
 
+    def _opened(self, passed: Container[int]) -> set[int]:
+        """The steps of ``stop_gradient`` that the program must not take itself, since a part computes with the number
+        that they stop: the terms of its gradient cancel only where all of them are there.
+        """
+        read = set[Node]()
+        for unit in self._order:
+            if isinstance(unit, Part):
+                read.update(node for _, nodes in _reads(unit) for node in nodes)
+                if isinstance(unit.found, (Found, Composite)):
+                    read.update(unit.found.region.nodes if isinstance(unit.found, Found) else unit.found.nodes)
+        stops = (unit for unit in self._order if isinstance(unit, Step) and id(unit.equation) in passed)
+        return {id(step) for step in stops if step.inputs[0].node in read}
+
     def _ordered(self) -> Iterator[Any]:
         """Equations, parts and nodes that the outputs need, and equations with effects, each after what it reads."""
         done: set[int] = set()
@@ -266,6 +282,8 @@ def _of_primitives(node: Node, args: Sequence[Any]) -> Any:
     """The value of a node that no equation makes."""
     if node.op == "constant":
         return jnp.asarray(node.attr, node.dtype)
+    if (node.op, node.attr) == ("opaque", "NaN"):  # a number that no expression has
+        return jnp.asarray(jnp.nan, node.dtype)
     if node.op == "primitive":
         return jnp.broadcast_to(REFERENCE[str(node.attr)](jnp, *args), node.shape).astype(node.dtype)
     if node.op == "transpose":

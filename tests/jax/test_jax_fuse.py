@@ -5,6 +5,7 @@ from __future__ import annotations
 import cProfile
 import pstats
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -200,6 +201,16 @@ def test_stopped_gradients_stop() -> None:
     same(jax.grad(cute_ops_jax.fuse(loss))(X), jax.grad(loss)(X))
     detached = jax.grad(cute_ops_jax.fuse(lambda x: jnp.sum(jax.lax.stop_gradient(jnp.tanh(x)) * x * 2)))(X)
     same(detached, 2 * jnp.tanh(X))
+
+
+def test_a_stopped_number_that_a_part_and_the_program_read() -> None:
+    """The largest of all, which a part subtracts and the program adds; weights have a NaN where the sum is negative."""
+    for weights in (None, jnp.arange(1.0, X.shape[-1] + 1)):
+        loss = partial(jax.nn.logsumexp, b=weights)
+        assert "fused" in became(loss, X)
+        same(jax.grad(cute_ops_jax.fuse(loss))(X), jax.grad(loss)(X))
+        rows = partial(jax.nn.logsumexp, axis=-1, b=weights)
+        same(cute_ops_jax.fuse(rows)(X), rows(X))
 
 
 @pytest.mark.slow

@@ -488,6 +488,30 @@ def test_a_loss_with_another_gradient_stays(name: str) -> None:
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
+@pytest.mark.parametrize("of_all", [lambda dout: dout.mean(), lambda dout: dout[None, :]], ids=["mean", "columns"])
+def test_a_gradient_of_other_rows_cotangents_is_none_of_a_loss(of_all: Function) -> None:
+    def value(x: jax.Array, rows: jax.Array) -> jax.Array:
+        return -jnp.sum(rows * jax.nn.log_softmax(x), -1)
+
+    def backward(saved: Any, dout: jax.Array) -> Any:
+        x, rows = saved
+        return of_all(dout) * (jax.nn.softmax(x) - rows), None
+
+    loss = jax.custom_vjp(value)
+    loss.defvjp(lambda x, rows: (value(x, rows), (x, rows)), backward)
+    total = lambda h, w: jnp.sin(loss(h @ w.T, jax.nn.one_hot(jnp.arange(CLASSES)[::-1], CLASSES))).sum()  # noqa: E731
+    check(total, [], draw(CLASSES, 8), draw(CLASSES, 8))
+
+
+def test_a_loss_whose_derivative_calls_it() -> None:
+    loss = jax.custom_vjp(lambda x, rows: -jnp.sum(rows * jax.nn.log_softmax(x), -1))
+    loss.defvjp(
+        lambda x, rows: (loss(x, rows), (x, rows)),
+        lambda saved, dout: (dout[..., None] * (jax.nn.softmax(saved[0]) - saved[1]), None),
+    )
+    check(lambda h, w: loss(h @ w.T, jax.nn.one_hot(TARGET, CLASSES)), ["linear_cross_entropy"], HIDDEN, WEIGHT)
+
+
 def test_metrics_that_a_loss_cannot_give() -> None:
     """Labels that follow from the predicted classes, logits that something else reads, and rows with a NaN."""
 
