@@ -249,7 +249,8 @@ class _RMSNormAndResidual(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.eps = eps
         ctx.set_materialize_grads(False)
-        return functions.rmsnorm(x, weight, None, eps), x.view_as(x)
+        # Every argument is given: Dynamo ends in an error where a graph of all lengths has a default number here.
+        return functions.rmsnorm(x, weight, None, eps, 0.0), x.view_as(x)
 
     @staticmethod
     @once("rmsnorm of a residual stream")

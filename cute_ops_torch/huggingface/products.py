@@ -75,7 +75,8 @@ def add_rmsnorm(x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor
     """``(rmsnorm(total), total)`` of ``total = x @ weight.T + residual``."""
     if are_ours(x):
         return _linear_add_rmsnorm()(x, weight, residual, norm_weight, eps)  # type: ignore[no-any-return]
-    out: tuple[Tensor, Tensor] = functions.add_rmsnorm(x @ weight.t(), residual, norm_weight, None, eps)
+    # Every argument is given, as in `rmsnorm_and_residual`.
+    out: tuple[Tensor, Tensor] = functions.add_rmsnorm(x @ weight.t(), residual, norm_weight, None, eps, 0.0)
     return out
 
 

@@ -160,6 +160,17 @@ def test_what_a_trainer_gives_a_model_says_nothing_to_attention(given: dict[str,
     assert calls["attention"] == 4
 
 
+def test_a_graph_of_all_lengths() -> None:
+    """Its numbers are inputs, too, of which nodes of autograd can hold no default."""
+    torch._dynamo.reset()
+    model, inputs = made(MODELS["Llama"])
+    cute_ops_torch.patch(model)
+    compiled = torch.compile(model, backend="eager", dynamic=True)
+    for length in (7, 5):
+        given = {name: value[:, :length] for name, value in inputs.items()}
+        torch.testing.assert_close(compiled(**given).loss, model(**given).loss, rtol=2e-2, atol=0)
+
+
 def test_outputs_of_a_model_that_ran_before_its_patch_are_kept_once() -> None:
     model, inputs = made(MODELS["Qwen3-MoE"])
     model.config.output_router_logits = True
