@@ -18,7 +18,7 @@ from torch import nn
 
 from cute_ops_torch import functions
 from cute_ops_torch.huggingface.bypass import calls, takes
-from cute_ops_torch.huggingface.traced import learn, version_of
+from cute_ops_torch.huggingface.traced import has_set, learn, version_of
 
 Tensor = torch.Tensor
 
@@ -108,11 +108,11 @@ def pop(norm: Any, total: Tensor) -> Tensor | None:
     """Detach the norm of a sum; None where there is none, or the sum or the norm has changed since. Of a sum without
     one that is as it was made it tells the add which norm has read it.
     """
-    attached = getattr(total, _ATTRIBUTE, None)
+    attached = _read(total, _ATTRIBUTE)
     if attached is None or attached[0] is not norm:
-        if (signed := getattr(total, _SIGNED, None)) is not None:
+        if (signed := _read(total, _SIGNED)) is not None:
             module, number, version = signed
-            if version is None or version == total._version:
+            if torch.compiler.is_compiling() or version == total._version:
                 learn(norm, module, number)
         return None
     setattr(total, _ATTRIBUTE, None)
@@ -124,8 +124,16 @@ def pop(norm: Any, total: Tensor) -> Tensor | None:
     return normed if all(own) and versions == _versions(made, total) else None
 
 
+def _read(total: Tensor, name: str) -> Any:
+    """An attribute of a sum; None where there is none, or where it is from outside of the graph that is traced."""
+    if torch.compiler.is_dynamo_compiling() and not has_set(total, name):
+        return None
+    return getattr(total, name, None)
+
+
 def _versions(made: Norm, total: Tensor) -> tuple[int, ...]:
-    return tuple(version_of(t) for t in (total, made.weight, made.bias) if t is not None)
+    """Those of a trace differ from all others: what a graph gives out has versions of its own."""
+    return torch.compiler.is_compiling(), *(version_of(t) for t in (total, made.weight, made.bias) if t is not None)
 
 
 def sign(total: Tensor, module: nn.Module, number: int) -> None:

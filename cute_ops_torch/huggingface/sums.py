@@ -40,13 +40,12 @@ def add(module: nn.Module, place: tuple[int, tuple[str, ...]], a: Any, b: Any) -
     if not takes(a, b):
         return a + b
     number, within = place
-    readers: Any = [module._modules.get(name) for name in within]
-    if not readers and _goes_on():
-        readers = [traced.reader_of(module, number)]
+    leaves = not within and _goes_on()
+    readers: Any = [traced.reader_of(module, number)] if leaves else [module._modules.get(name) for name in within]
     found = ((each, residual_norm.norm_of(each)) for each in readers if each is not None)
     reader, made = next((pair for pair in found if pair[1] is not None), (None, None))
     total = a + b if made is None or not made.fits(a) else residual_norm.add(a, b, reader)
-    if not within:
+    if leaves:
         residual_norm.sign(total, module, number)
     return total
 
@@ -61,10 +60,10 @@ def _are_streams(a: Any, b: Any) -> bool:
 
 def _goes_on() -> bool:
     """Whether what runs now is neither run again for a gradient nor by one, as parts of a model by a checkpoint: the
-    second forward of a part runs without the next one.
+    second forward of a part runs without the next one. A trace goes on where the next one is in the same graph.
     """
     if torch.compiler.is_dynamo_compiling():
-        return not traced.is_in_part()
+        return traced.goes_on()
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks is None and torch._C._current_graph_task_id() == -1
 

@@ -44,17 +44,41 @@ def _noted() -> int:
     return _numbers.pop()
 
 
-def is_in_part() -> bool:
-    """Whether a trace is inside of a part of a model that its graph calls as a whole, as one that is checkpointed."""
+def goes_on() -> bool:
+    """Whether a trace goes on after this module to the end of the patched model, in the same graph.
+
+    It does not where a graph calls a part of a model as a whole, as one that is checkpointed, or where the model's
+    graph breaks: then Dynamo traces the model's ``forward`` in pieces, or modules alone.
+    """
     from torch._dynamo.comptime import comptime
 
-    comptime(_note_part)
+    comptime(_note_whole)
     return bool(_noted())
 
 
-def _note_part(context: Any) -> None:
+def _note_whole(context: Any) -> None:
     translator = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
-    _numbers.append(int(translator.output.current_tracer.parent is not None))
+    found, outer = False, translator
+    while outer is not None and not found:
+        code = outer.f_code  # that of a piece has another name
+        found, outer = (code.co_name, code.co_filename) == ("whole", __file__), getattr(outer, "parent", None)
+    _numbers.append(int(found and translator.output.current_tracer.parent is None))
+
+
+def has_set(x: torch.Tensor, name: str) -> bool:
+    """Whether the code of this trace has set an attribute of ``x``. What other code has set is not looked at: Dynamo
+    would guard it, so that each module that reads a tensor with another one is traced again.
+    """
+    from torch._dynamo.comptime import comptime
+
+    comptime(_note_attribute)
+    return bool(_noted())
+
+
+def _note_attribute(context: Any) -> None:
+    variable, name = _variable(context, "x"), _variable(context, "name").as_python_constant()
+    translator = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
+    _numbers.append(int(translator.output.side_effects.has_pending_mutation_of_attr(variable, name)))
 
 
 def learn(norm: nn.Module, module: nn.Module, number: int) -> None:
@@ -71,24 +95,15 @@ def learn(norm: nn.Module, module: nn.Module, number: int) -> None:
 
 
 def _note_reader(context: Any) -> None:
-    norm, module = (_module(context, name) for name in ("norm", "module"))
-    number = _number(context, "number")
+    norm, module = (getattr(_variable(context, name), "value", None) for name in ("norm", "module"))
+    number = _variable(context, "number").as_python_constant()
     if norm is not None and module is not None and number not in vars(module).get(READERS, {}):
         _found.append((module, number, norm))
 
 
-def _module(context: Any, name: str) -> Any:
+def _variable(context: Any, name: str) -> Any:
     variable = context.get_local(name)._i_will_not_complain_if_bc_breaks_VariableTracker()
-    variable = variable.realize() if hasattr(variable, "realize") else variable
-    return getattr(variable, "value", None)
-
-
-def _number(context: Any, name: str) -> int:
-    """A whole number, also one that a second trace takes for a symbol, since it was another one in the first."""
-    variable = context.get_local(name)._i_will_not_complain_if_bc_breaks_VariableTracker()
-    variable = variable.realize() if hasattr(variable, "realize") else variable
-    found = variable.as_python_constant() if variable.is_python_constant() else variable.evaluate_expr()
-    return int(found)
+    return variable.realize() if hasattr(variable, "realize") else variable
 
 
 def settle() -> None:

@@ -197,3 +197,52 @@ def test_classes_of_a_patched_model_are_compiled_apart() -> None:
     layers = nn.Sequential(nn.LayerNorm(8), nn.GroupNorm(2, 8), nn.GELU(), nn.Embedding(4, 8))
     cute_ops_torch.patch(layers)
     assert len({id(type(layer).forward.__code__) for layer in layers}) == 4
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.linear(self.norm(x))
+
+
+class Dropped(nn.Module):
+    """Layers between which a graph breaks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            if torch.rand([]) < 0:
+                continue
+            x = layer(x)
+        return x
+
+
+def test_layers_between_breaks_of_a_graph_are_compiled_once(calls: Counter[str]) -> None:
+    """Sums that go from graph to graph have neither norms, which nobody would read, nor anything that Dynamo guards."""
+    model, x, graphs = Dropped(), torch.randn(2, 3, 8), list[Any]()
+    want = model(x)
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.extend([graph] if any(node.op.startswith("call") for node in graph.graph.nodes) else [])
+        return graph
+
+    def compiled() -> int:
+        graphs.clear()
+        torch._dynamo.reset()
+        run = torch.compile(model, backend=backend)
+        for _ in range(2):
+            calls.clear()
+            torch.testing.assert_close(run(x), want, rtol=1e-5, atol=1e-6)
+        return len(graphs)
+
+    plain = compiled()
+    assert "add_layernorm" in {each.op for each in cute_ops_torch.patch(model)}
+    for _ in range(2):
+        assert compiled() == plain and calls["layernorm"] == 3 and not calls["add_layernorm"]
+        model(x)  # learns which norms read a layer's output
