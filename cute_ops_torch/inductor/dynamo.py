@@ -245,7 +245,8 @@ def _may_add_epsilon(name: str, value: torch.Tensor, given: Any) -> bool:
     if name not in ("layer_norm", "rms_norm") and (name != "add" or shape_of(value)[-1:] != (1,)):
         return False
     symbols = [each for each in torch.utils._pytree.tree_leaves(given) if isinstance(each, _SYMBOLS)]
-    return all(isinstance(each, torch.SymFloat) and each.node.expr.is_symbol for each in symbols)
+    # An atom is a symbol, or a number once it has been guarded.
+    return all(isinstance(each, torch.SymFloat) and each.node.expr.is_Atom for each in symbols)
 
 
 def _are_some(kinds: set[type], wanted: tuple[type, ...]) -> bool:
