@@ -15,6 +15,7 @@ LN2 = math.log(2)
 # A row's largest score is replaced only by one whose exponential is 2**GROWTH times as large or more: to rescale sums
 # of 128 columns takes as many instructions as a tile of 128 keys has scores.
 GROWTH = 8.0
+LEAST_WORDS = 20  # of a thread in a row, from which on comparing words saves more than it adds
 NEGLIGIBLE = 1e-6  # an error of a weight, relative to the row's largest weight
 LARGEST = 1e38  # a factor that float32 holds
 LOWEST = 60.0  # how far a row's weights may be below 1, as powers of e, where they have the exponents of float32
@@ -112,7 +113,7 @@ class OnlineSoftmax:
         """Replace a tile's scores by their exponentials, less the largest so far; returns for each row what sums over
         earlier tiles are to be multiplied by.
         """
-        scale, largest, factors = Float32(self.scale * LOG2_E), self.largest(rS), cute.make_rmem_tensor(2, Float32)
+        scale, largest, factors = Float32(self.scale * LOG2_E), self.largest_of(rS), cute.make_rmem_tensor(2, Float32)
         for r in cutlass.range_constexpr(2):
             shift, factors[r] = self.grow(rMax, r, largest[r])
             self.exponentiate(rS, r, rSum, factors[r], lambda x: x * scale - shift)
@@ -132,17 +133,47 @@ class OnlineSoftmax:
         hide()
         return self.add(rS, *sums)
 
+    def largest_of(self, rS):
+        """:meth:`largest` of a tile, in the way that takes the fewest instructions."""
+        count = cute.size(rS) // 2
+        return self.largest(rS) if count < LEAST_WORDS else self.largest_by_word(rS, by_row(rS))
+
+    @cute.jit
+    def largest_by_word(self, rS, scores):
+        """:meth:`largest` by comparing words of floats as whole numbers, three by an instruction. This finds the
+        largest positive one; if a thread has a row without one, floats are compared.
+        """
+        found = cute.make_rmem_tensor(2, Float32)
+        words, highest = by_row(cute.recast_tensor(rS, Int32)), cute.recast_tensor(found, Int32)
+        for r in cutlass.range_constexpr(2):
+            parts = [words[r, c] for c in range(4)]
+            for c in cutlass.range_constexpr(4, cute.size(words, mode=[1])):
+                parts[c // 2 % 4] = cutlass.max(parts[c // 2 % 4], words[r, c])
+            highest[r] = cutlass.max(cutlass.max(parts[0], parts[1]), cutlass.max(parts[2], parts[3]))
+        if cute.arch.vote_any_sync((found[0] <= 0.0) | (found[1] <= 0.0)):
+            for r in cutlass.range_constexpr(2):
+                found[r] = self.largest_in_thread(lambda c, r=r: scores[r, c], cute.size(scores, mode=[1]))
+        return [self.largest_in_row(found[r]) for r in range(2)]
+
+    def largest_in_thread(self, score, count):
+        """The largest of so many scores."""
+        largest = [score(c) for c in range(4)]
+        for c in range(4, count):
+            largest[c % 4] = cute.arch.fmax(largest[c % 4], score(c))
+        return cute.arch.fmax(cute.arch.fmax(largest[0], largest[1]), cute.arch.fmax(largest[2], largest[3]))
+
+    def largest_in_row(self, largest):
+        """The largest of a row's four threads."""
+        for offset in (2, 1):
+            largest = cute.arch.fmax(largest, cute.arch.shuffle_sync_bfly(largest, offset=offset))
+        return largest
+
     def largest(self, rS, of=lambda x: x):
         """The largest number of each row of a tile, or of what ``of`` makes of them: its four threads agree on it."""
         scores, found = by_row(rS), []
         for r in range(2):
-            largest = [of(scores[r, c]) for c in range(4)]
-            for c in range(4, cute.size(scores, mode=[1])):
-                largest[c % 4] = cute.arch.fmax(largest[c % 4], of(scores[r, c]))
-            highest = cute.arch.fmax(cute.arch.fmax(largest[0], largest[1]), cute.arch.fmax(largest[2], largest[3]))
-            for offset in (2, 1):
-                highest = cute.arch.fmax(highest, cute.arch.shuffle_sync_bfly(highest, offset=offset))
-            found.append(highest)
+            highest = self.largest_in_thread(lambda c, r=r: of(scores[r, c]), cute.size(scores, mode=[1]))
+            found.append(self.largest_in_row(highest))
         return found
 
     def grow(self, rMax, r, largest):
@@ -253,7 +284,7 @@ class CappedSoftmax(OnlineSoftmax):
 
     def add_changed(self, rS, sums, whole, change, hide):
         factors = cute.make_rmem_tensor(2, Float32)
-        largest = self.largest(rS) if self.signed else self.largest(rS, cute.math.absf)
+        largest = self.largest_of(rS) if self.signed else self.largest(rS, cute.math.absf)
         self._add(rS, (sums, factors), whole, (largest, change, hide), 0)
         return factors
 
