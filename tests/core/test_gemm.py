@@ -114,8 +114,7 @@ def test_every_config_fits_an_sm(name: str, sm_count: int) -> None:
         without = replace(config, stages=0).shared(cost.outputs, cost.tiles)
         assert config.shared(cost.outputs, cost.tiles) == without + config.stages * config.stage_bytes
         assert config.accumulators <= 192
-        blocks = cost.blocks if columns % cost.blocks == 0 else min(cost.blocks, 32)  # of rows in shared memory
-        assert columns // config.cluster_m % blocks == 0
+        assert columns // config.cluster_m % cost.blocks == 0
         assert 1 <= config.clusters * config.ctas <= sm_count
         assert GemmConfig.of(config.flat()) == config
 
@@ -399,9 +398,6 @@ def test_results_without_tma(
         (linear_dweight, "cooperative", (128, 256), (1, 1), (80, 136, 264)),
         (linear_dweight_add, "cooperative", (128, 128), (1, 1), (80, 136, 264)),
         (linear_dweight_add, "pingpong", (64, 128), (2, 1), (200, 264, 136)),
-        (linear, "pingpong", (64, 128), (2, 2), (260, 530, 200)),
-        (linear_dx, "pingpong", (64, 256), (4, 1), (300, 330, 136)),
-        (linear_dweight, "pingpong", (64, 160), (1, 2), (80, 400, 136)),
     ],
     ids=lambda value: getattr(value, "name", str(value)),
 )  # fmt: skip
@@ -463,30 +459,6 @@ def test_fewer_rows_are_loaded_at_the_edge(
     given = integers(op, "bfloat16", sizes)
     (exact,) = testing.run_reference(op, given, {})
     (out,) = on_cpu(op, given, "sm_90a", config).values()
-    np.testing.assert_array_equal(out, exact)
-
-
-@pytest.mark.drawn(0.4)
-@pytest.mark.slow
-@products.emulated
-@pytest.mark.parametrize(
-    ("op", "config", "sizes"),
-    [
-        (linear, GemmConfig("pingpong", 128, 112, 3, 2, 2, store_stages=2), (300, 232, 72)),
-        (linear, GemmConfig("pingpong", 64, 208, 3, 2, store_stages=2), (70, 333, 136)),
-        (linear, GemmConfig("cooperative", 128, 144, 3, 2, 1, 2, store_stages=3), (130, 296, 72)),
-        (linear, GemmConfig("pingpong", 64, 64, 3, 2, store_stages=2, cluster_k=4), (70, 136, 264)),
-        (linear_dx, GemmConfig("cooperative", 128, 64, 3, 2, store_stages=2, cluster_k=4), (130, 72, 392)),
-        (linear_dweight, GemmConfig("pingpong", 64, 192, 3, 2, store_stages=3, cluster_k=4), (80, 200, 136)),
-    ],
-    ids=lambda value: getattr(value, "name", str(value)),
-)  # fmt: skip
-def test_sixteen_columns_are_stored_at_once(
-    op: Op, config: GemmConfig, sizes: tuple[int, int, int], on_cpu: Callable[..., Any]
-) -> None:
-    given = integers(op, "bfloat16", sizes)
-    (exact,) = testing.run_reference(op, given, {})
-    (out,) = on_cpu(op, given, "sm_90a", replace(config, store_bytes=32)).values()
     np.testing.assert_array_equal(out, exact)
 
 

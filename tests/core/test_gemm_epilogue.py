@@ -609,9 +609,6 @@ PINGPONG = GemmConfig("pingpong", 64, 128, 3, 2, store_stages=2, tile_stages=2)
         ("with_rstd", PINGPONG, (200, 2056, 8), {}),
         ("gated_reducing", replace(PINGPONG, cluster_n=2), (70, 136, 72), {}),
         ("gated_reducing", PINGPONG, (1, 8, 8), {"scale": "float32"}),
-        ("with_all", replace(PINGPONG, tile_n=112, store_bytes=32), (70, 333, 72), {"residual": "float32"}),
-        ("with_rstd", replace(COOPERATIVE, tile_n=144, store_bytes=32), (130, 296, 72), {}),
-        ("with_swiglu", replace(PINGPONG, tile_m=128, tile_n=96, store_bytes=32), (130, 104, 72), {}),
     ],
     ids=lambda value: getattr(value, "form", str(value)),
 )
@@ -736,10 +733,10 @@ def test_what_would_spill_takes_another_config() -> None:
     most = {
         extra: max(c.accumulators for c in configs("sm_90a", 132, cost._replace(live=1 + extra))) for extra in (0, 40)
     }
-    assert most == {0: 192, 40: 144}
+    assert most == {0: 192, 40: 128}
     assert list(configs("sm_90a", 132, cost._replace(live=200))) == []
-    text = f"e1({','.join('t' * 25)}) add 0 1; " + "; ".join(f"add {i} {i + 23}" for i in range(2, 25)) + " -> 48"
-    op = fused_linear(text, operands={f"t{i}": TILE for i in range(24)}, name="many")
+    text = f"e1({','.join('t' * 13)}) add 0 1; " + "; ".join(f"add {i} {i + 11}" for i in range(2, 13)) + " -> 24"
+    op = fused_linear(text, operands={f"t{i}": TILE for i in range(12)}, name="many")
     assert plan(bind(op, specs(op, 128, 64, 64)), {}, TARGET).variant.config["form"] == "mma_sync"
 
 

@@ -45,30 +45,16 @@ class EmulatedCall:
         (ptx,) = folder.glob("*.ptx")
         self.head, *self.entries = re.split(r"(?=\.visible \.entry)", ptx.read_text())
 
-    def run(
-        self, kernel: str, tensors: Sequence[str], numbers: Sequence[bytes], ctas: int,
-        shared: tuple[str, int, int, int] | None = None,
-    ) -> None:  # fmt: skip
-        """Run all CTAs of the kernel of a class. Its arguments are some tensors, then numbers.
-
-        Args:
-            shared: a tensor that TMA loads for all CTAs of a cluster, an argument behind the tensors: its name, rows
-                and columns that a CTA loads at once, and the CTAs of a cluster.
-        """
+    def run(self, kernel: str, tensors: Sequence[str], numbers: Sequence[bytes], ctas: int) -> None:
+        """Run all CTAs of the kernel of a class. Its arguments are some tensors, then numbers."""
         (text,) = (entry for entry in self.entries if kernel in entry.partition("(")[0])
         parsed, blocks, packed = ptx_sm90.Kernel(self.head + text), [], {}
         for i, (name, a) in enumerate(self.arrays.items(), start=1):
             blocks.append((a if a.base is None else a.base).reshape(-1).view(np.uint8))
             packed[name] = parameter(a, self.variant.tensors[name], i << 32)
-        arguments, maps, size = [packed[name] for name in tensors], {}, 1
-        if shared:
-            name, rows, columns, size = shared
-            maps[len(arguments)] = ptx_sm90.Map(self.arrays[name], rows, columns, set())
-            arguments += [bytes(128), bytes(16)]  # the descriptor, and the tensor's shape
-        arguments += numbers
-        for index in range(ctas // size):
-            cluster = ptx_sm90.Cluster(parsed, index, ctas // size, (size, 1), arguments, maps, blocks, in_a_row=True)
-            cluster.run(seed=index)
+        arguments = [*(packed[name] for name in tensors), *numbers]
+        for index in range(ctas):
+            ptx_sm90.Cluster(parsed, index, ctas, (1, 1), arguments, {}, blocks, in_a_row=True).run(seed=index)
 
 
 def parameter(array: np.ndarray, key: TensorKey | None, address: int) -> bytes:

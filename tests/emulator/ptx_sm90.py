@@ -71,7 +71,7 @@ def _multiply(found: re.Match[str]) -> str:
 
 
 class Cluster:
-    """One cluster of a grid of ``(*shape, count)``, or of ``count`` in a row.
+    """One cluster of a grid of ``(*shape, count)``, or of one CTA of ``count`` in a row.
 
     Args:
         kernel: what runs.
@@ -157,9 +157,7 @@ class Warp(ptx_cta.Cta):
             "%laneid": self.threads.astype(np.int64),
         }  # fmt: skip
         if cluster.in_a_row:
-            ctas = cluster.shape[0]
-            first = cluster.index * ctas + cta.rank
-            self.registers |= {"%ctaid.x": zero + first, "%nctaid.x": zero + cluster.count * ctas}
+            self.registers |= {"%ctaid.x": zero + cluster.index, "%nctaid.x": zero + cluster.count}
         self.registers |= {name: zero + i for i, name in enumerate(self.kernel.parameters)}
         self.copies: list[list[tuple[Any, ...]]] = [[]]  # groups of cp.async, the last one not yet committed
 
@@ -309,10 +307,8 @@ class Warp(ptx_cta.Cta):
             batch, (end, far) = [batch[0], 0], batch[1:]
             top, end = top + end - far, end
             matrix = which.tensor[0, batch[0]][:end]
-        elif all(0 <= i < size for i, size in zip(reversed(batch), which.tensor.shape, strict=False)):
-            matrix = which.tensor[tuple(reversed(batch))]
         else:
-            matrix = which.tensor.reshape(-1, which.tensor.shape[-1])[:0]
+            matrix = which.tensor[tuple(reversed(batch))]
         part = matrix[top : top + which.rows, first : first + which.columns]
         rows, columns = part.shape
         places = which.places(self.one(shared, now))

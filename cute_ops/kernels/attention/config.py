@@ -165,7 +165,6 @@ class MlaConfig(KernelConfig):
         paged: whether the cache has pages.
         split_keys: keys after which they are split; 0 where the number of splits is chosen.
         wgmma: whether warpgroups multiply; then a block has 64 rows and 64 keys, and is loaded by a warpgroup more.
-        sharers: CTAs of a cluster, which have neighbouring rows of a sequence: each loads a part of their keys for all.
     """
 
     tiles_m: int
@@ -176,7 +175,6 @@ class MlaConfig(KernelConfig):
     paged: bool
     split_keys: int = 0
     wgmma: bool = False
-    sharers: int = 1
 
     @property
     def rows(self) -> int:
@@ -196,7 +194,7 @@ class MlaConfig(KernelConfig):
             return (
                 swizzled
                 + 4 * (self.stages * (self.keys + 4) + 6 * self.rows)
-                + 8 * (1 + self.stages * (LATENT_PARTS + 2))
+                + 8 * (1 + self.stages * (LATENT_PARTS + 1))
             )
         pitch, rows, keys = 2 * (d + PADDING), self.rows, self.stages * self.chunk
         weights, of_rows = 2 * rows * (self.keys + PADDING), 4 * rows * (1 + 2 * self.keys // 16)

@@ -18,9 +18,7 @@ from cute_ops.kernels.attention.softmax import GROWTH, OnlineSoftmax, by_row, st
 from cute_ops.kernels.attention.tiles import first_row, slots, transposed
 from cute_ops.kernels.lib.arguments import named
 from cute_ops.kernels.lib.pdl import let_next_start, wait_for_previous
-from cute_ops.kernels.tensor_core.pipeline import Stage
 from cute_ops.kernels.tensor_core.sizes import MMA_M, WARPGROUP, RegisterBudget
-from cute_ops.kernels.tensor_core.tma import Sharing, load_tensor, tma_copy
 from cute_ops.kernels.tensor_core.wgmma import multiply, tiled_mma
 
 GROUPS = 2  # warpgroups that multiply
@@ -39,7 +37,7 @@ class Shared(NamedTuple):
     """Shared memory: queries; two blocks of keys, (keys, d, stages); weights of one block; which keys are there, and
     whether all of a warp's are; of each row and of even and odd blocks the largest score so far, and what earlier sums
     are to be multiplied by; the sums of both warpgroups; mbarriers of the queries, of parts of blocks that have come,
-    and of the columns of blocks that a warpgroup has read.
+    of blocks that are read.
     """
 
     q: Any
@@ -85,51 +83,36 @@ class MlaDecodeSm90(Latent):
     """``out = softmax(scale * q @ k.T) @ k[:, :rank]`` over the keys of each sequence, and the log-sum-exp of scores.
 
     Tile: a CTA has 64 rows, the queries of a sequence's heads, and goes through a part of its keys in blocks of 64. A
-    warpgroup loads them by ``cp.async``, three parts of a block one after another. If the number of blocks of rows is
-    even, two CTAs are a cluster: each loads half of a block by TMA for both, where it lies in one page, so that L2 is
-    read once for 128 rows. A warpgroup's half of the columns is loaded anew as soon as it has read them. Two warpgroups
-    have the even and the odd blocks: each computes the scores of its own, exponentiates them and adds its half of the
-    columns of weighted values, out of the block that the scores were computed of, with weights in its registers. It
-    lays them into shared memory for the other one, which adds its half, too. Scores of odd blocks are multiplied while
-    those of even ones are exponentiated, and values of even ones while scores of odd ones are. If keys are split,
-    :class:`Combine` combines the results of CTAs in a fixed order.
+    warpgroup loads them by ``cp.async``, three parts of a block one after another. Two warpgroups have the even and the
+    odd blocks: each computes the scores of its own, exponentiates them and adds its half of the columns of weighted
+    values, out of the block that the scores were computed of, with weights in its registers. It lays them into shared
+    memory for the other one, which adds its half, too. Scores of odd blocks are multiplied while those of even ones are
+    exponentiated, and values of even ones while scores of odd ones are. If keys are split, :class:`Combine` combines
+    the results of CTAs in a fixed order.
     Shared memory: ``64 x d`` queries, two blocks of ``64 x d`` keys, ``64 x 64`` weights.
-    Bytes moved per element: keys once, from memory for one block of rows or a cluster, from L2 for the others.
+    Bytes moved per element: keys once, from memory for one block of rows, from L2 for the others.
     """
 
     def __init__(self, variant):
         super().__init__(variant)
         self.columns, self.tiles = self.e // GROUPS, self.d // COLUMNS
-        self.softmax, self.sharers = OnlineSoftmax(variant.attrs["scale"], growth=GROWTH), self.config.sharers
-        half = self.columns // COLUMNS
-        left, right, rotated = range(half), range(half, 2 * half), range(2 * half, self.tiles)
-        # Of even and of odd blocks: the columns of values of the warpgroup that has the block come first, and are free
-        # first.
-        self.parts = (left, rotated, right), (right, rotated, left)
+        self.softmax = OnlineSoftmax(variant.attrs["scale"], growth=GROWTH)
+        each = -(-self.tiles // LATENT_PARTS)
+        self.parts = [range(i * each, min((i + 1) * each, self.tiles)) for i in range(LATENT_PARTS)]
 
     @cute.jit
     def __call__(self, *arguments):
         tensors, stream = named(Tensors, self.variant, arguments), arguments[-1]
         self.dtype = tensors.q.element_type
-        splits, latents = Int32(tensors.partial_lse.shape[1]), None
-        if const_expr(self.sharers > 1):
-            latents = self._latents(tensors.latent_cache)
-        self.kernel(tensors, latents, splits).launch(
+        splits = Int32(tensors.partial_lse.shape[1])
+        self.kernel(tensors, splits).launch(
             grid=[Int32(tensors.q.shape[0]) * splits * self.blocks, 1, 1], block=[WARPGROUP * (1 + GROUPS), 1, 1],
-            cluster=[self.sharers, 1, 1] if self.sharers > 1 else None, stream=stream, use_pdl=self.pdl,
-            min_blocks_per_mp=1,
+            stream=stream, use_pdl=self.pdl, min_blocks_per_mp=1,
         )  # fmt: skip
         self.combine_parts(tensors, splits, stream)
 
-    def _latents(self, mX):
-        """The cache, (slots, d, pages), for TMA: tiles of 64 slots and columns, of which each CTA loads a part."""
-        mX = cute.make_tensor(mX.iterator, cute.select(mX.layout, mode=[1, 2, 0]))
-        row, tile = LayoutEnum.ROW_MAJOR, (MMA_M, COLUMNS)
-        layout = hopper.make_smem_layout_b(row, (MMA_M, *tile), self.dtype, LATENT_STAGES * self.tiles)
-        return load_tensor(mX, layout, tile, self.sharers)
-
     @cute.kernel
-    def kernel(self, tensors, latents, splits: Int32):
+    def kernel(self, tensors, splits: Int32):
         tidx = cute.arch.thread_idx()[0]
         warp = cute.arch.make_warp_uniform(tidx // WARP)
         let_next_start(self.pdl)
@@ -142,33 +125,20 @@ class MlaDecodeSm90(Latent):
                         # Which keys are there comes with the first part.
                         arrivals = WARPGROUP * 2 if part == 0 else WARPGROUP
                         cute.arch.mbarrier_init(shared.full + (stage * LATENT_PARTS + part), arrivals)
-                    for group in range(GROUPS):
-                        free = shared.empty + (stage * GROUPS + group)
-                        cute.arch.mbarrier_init(free, self.sharers * WARPGROUP // WARP)
+                    cute.arch.mbarrier_init(shared.empty + stage, GROUPS * WARPGROUP // WARP)
             cute.arch.mbarrier_init_fence()
-        self._meet()
+        cute.arch.barrier()
         wait_for_previous(self.pdl)
         work = self.work(tensors, splits)
         if (work.begin < work.end) | (splits == 1):
             if warp < WARPGROUP // WARP:
                 cute.arch.setmaxregister_decrease(REGISTERS.load)
-                self._load(tensors, work, shared, (tidx, self._shared_copy(latents, shared.k)))
+                self._load(tensors, work, shared, tidx)
             else:
                 cute.arch.setmaxregister_increase(REGISTERS.multiply)
                 self._attend(tensors, work, shared)
         else:
             self.leave_out(tensors, work, tidx)
-        if const_expr(self.sharers > 1):
-            self._meet()  # the other CTA writes to this one's shared memory
-
-    @cute.jit
-    def _meet(self):
-        """Wait for all threads of the CTA, or of the cluster."""
-        if const_expr(self.sharers > 1):
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
-        else:
-            cute.arch.barrier()
 
     def _shared(self):
         smem, dtype, row = cutlass.utils.SmemAllocator(), self.dtype, LayoutEnum.ROW_MAJOR
@@ -182,30 +152,14 @@ class MlaDecodeSm90(Latent):
             *[(Float32, cute.make_layout((MMA_M, GROUPS)))] * 3,
         )
         others = [smem.allocate_tensor(kind, layout, 16) for kind, layout in layouts]
-        barriers = [
-            smem.allocate_array(Int64, count) for count in (1, LATENT_STAGES * LATENT_PARTS, LATENT_STAGES * GROUPS)
-        ]
+        barriers = [smem.allocate_array(Int64, count) for count in (1, LATENT_STAGES * LATENT_PARTS, LATENT_STAGES)]
         return Shared(q, k, weights, *others, *barriers)
 
     # --- the warpgroup that loads
 
-    def _shared_copy(self, latents, sK):
-        """The copy of tiles of the cache to all CTAs of a cluster; None of a CTA of its own."""
-        if latents is None:
-            return None
-        tiles = cute.make_tensor(sK.iterator, latents.layout.outer)
-        gX = cute.local_tile(latents.tensor, (MMA_M, COLUMNS), (None, None, None))
-        rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
-        return tma_copy(latents.atom, tiles, gX, Sharing(cute.make_layout((self.sharers, 1)), (rank, 0), 0))
-
     @cute.jit
-    def _load(
-        self, tensors: cutlass.Constexpr, work: cutlass.Constexpr, shared: cutlass.Constexpr, by: cutlass.Constexpr
-    ):  # fmt: skip
-        """Copy the queries, then block after block. Eight threads have 128 bytes of a row, and of four rows each. CTAs
-        of a cluster load a block whose keys are all there by TMA, a part of it each.
-        """
-        tidx, copy = by
+    def _load(self, tensors: cutlass.Constexpr, work: cutlass.Constexpr, shared: cutlass.Constexpr, tidx):
+        """Copy the queries, then block after block. Eight threads have 128 bytes of a row, and of four rows each."""
         row, vector = tidx // VECTORS, tidx % VECTORS
         within = row * ROW_BYTES + ((vector ^ (row % VECTORS)) * VECTOR_BYTES)
         rows = [row + i * ROWS_AT_ONCE for i in range(MMA_M // ROWS_AT_ONCE)]
@@ -230,14 +184,13 @@ class MlaDecodeSm90(Latent):
                 self._source(mX, of_lane(address, other) + vector * VECTOR_BYTES, (there >> other) & 1 != 0)
                 for other in others
             ]
-            where = slot // MMA_M, page
             # What the table has for a block is looked up one block ahead.
             if const_expr(self.config.paged):
                 index, slot = step_on(index, slot, MMA_M, Int32(mX.shape[1]))
             else:
                 slot = slot + MMA_M
             entry = self.found(tensors, work, index, (block + 1) * MMA_M + own)
-            cute.arch.mbarrier_wait(shared.empty + (stage * GROUPS + stage), 1 - turn)
+            cute.arch.mbarrier_wait(shared.empty + stage, 1 - turn)
             if lane < ROWS_OF_WARP * len(rows):
                 shared.there[own, stage] = Int32(page >= 0)
             if lane == 0:
@@ -245,50 +198,9 @@ class MlaDecodeSm90(Latent):
             full = shared.full + stage * LATENT_PARTS
             cute.arch.mbarrier_arrive(full)
             target = shared.k.iterator.toint() + (within + stage * (self.tiles * TILE_BYTES))
-            other = shared.empty + (stage * GROUPS + 1 - stage), 1 - turn
-            if const_expr(copy is None):
-                self._copy_parts(target, sources, stage, full, other)
-            elif (block + 1) * MMA_M <= work.keys:
-                self._share_parts(copy, where, stage, full, other, tidx)
-            else:
-                self._copy_parts(target, sources, stage, full, other)
-
-    def _firsts(self, stage):
-        """Of each part of a block its first tile, and how many it has."""
-        for even, odd in zip(*self.parts):
-            yield even.start + stage * (odd.start - even.start), len(even)
-
-    @cute.jit
-    def _copy_parts(
-        self, target, sources: cutlass.Constexpr, stage, full: cutlass.Constexpr, other: cutlass.Constexpr
-    ):  # fmt: skip
-        """Start to copy a block, part after part: the last one once the other warpgroup has read what was there."""
-        for part, (first, count) in enumerate(self._firsts(stage)):
-            if const_expr(part == LATENT_PARTS - 1):
-                cute.arch.mbarrier_wait(*other)
-            begin = [(source + first * ROW_BYTES, size) for source, size in sources]
-            self._copy(target + first * TILE_BYTES, begin, range(count))
-            cute.arch.cp_async_mbarrier_arrive_noinc(full + part)
-
-    @cute.jit
-    def _share_parts(
-        self, copy: cutlass.Constexpr, where: cutlass.Constexpr, stage, full: cutlass.Constexpr,
-        other: cutlass.Constexpr, tidx,
-    ):  # fmt: skip
-        """Start to copy this CTA's part of each tile of a block to all CTAs; zeros of a page that is not there."""
-        at, page = [cute.arch.shuffle_sync(each, 0) for each in where]  # of the block's first key
-        for part, (_, count) in enumerate(self._firsts(stage)):
-            if tidx == 0:
-                cute.arch.mbarrier_arrive_and_expect_tx(full + part, count * TILE_BYTES)
-            else:
-                cute.arch.mbarrier_arrive(full + part)
-        if cute.arch.make_warp_uniform(tidx // WARP) == 0:
-            for part, (first, count) in enumerate(self._firsts(stage)):
-                if const_expr(part == LATENT_PARTS - 1):
-                    cute.arch.mbarrier_wait(*other)
-                for i in range(count):
-                    tile = first + i
-                    copy.load((at, tile, page), Stage(stage * self.tiles + tile, full + part))
+            for part in cutlass.range_constexpr(LATENT_PARTS):
+                self._copy(target, sources, self.parts[part])
+                cute.arch.cp_async_mbarrier_arrive_noinc(full + part)
 
     def _source(self, mX, address, there):
         """An address to read, and how many bytes of it: none of what is not there, but of what can be read."""
@@ -404,9 +316,9 @@ class MlaDecodeSm90(Latent):
             cute.arch.fence_view_async_shared()
             if const_expr(part == 0):
                 warpgroup.fence()
-            tiles, start = self.parts[stage][part], self.parts[stage][0].start * STEPS_OF_TILE
+            tiles = self.parts[part]
             for k in cutlass.range_constexpr(tiles.start * STEPS_OF_TILE, tiles.stop * STEPS_OF_TILE):
-                mma = own.mma_first if const_expr(k == start) else own.mma_scores
+                mma = own.mma_first if const_expr(k == 0) else own.mma_scores
                 cute.gemm(mma, own.rS, own.q[None, None, k, 0], own.k[None, None, k, stage], own.rS)
         warpgroup.commit_group()
 
@@ -468,7 +380,7 @@ class MlaDecodeSm90(Latent):
         self.softmax.rescale_grown(own.rO, factors)
         multiply_weights(own.mma_own, own.rP, own.values, own.rO, group)
         warpgroup.wait_group(0)
-        self._release(shared, (group, group), thread)
+        self._release(shared, group, thread)
 
     @cute.jit
     def _begin_other(self, own: cutlass.Constexpr, shared: cutlass.Constexpr, group: cutlass.Constexpr, thread):
@@ -482,23 +394,18 @@ class MlaDecodeSm90(Latent):
         multiply(own.mma_other, (own.weights, own.values), own.rO, (0, group))
 
     def _end_other(self, shared, group, thread):
-        """Wait for these values, and let this warpgroup's columns of the block be overwritten."""
+        """Wait for these values, and let the block be overwritten."""
         warpgroup.wait_group(0)
-        self._release(shared, (group, 1 - group), thread)
+        self._release(shared, group, thread)
 
     @cute.jit
-    def _release(self, shared: cutlass.Constexpr, place: cutlass.Constexpr, thread):
-        """Let a warpgroup's columns of a stage be filled again, once those of the other CTA may be, too. One lane says
-        so for its warp, once all lanes have read which keys are there.
+    def _release(self, shared: cutlass.Constexpr, stage, thread):
+        """Let a stage be filled again, once both warpgroups have. One lane says so for its warp, once all lanes have
+        read which keys are there.
         """
         cute.arch.sync_warp()
-        stage, group = place
-        free = shared.empty + (stage * GROUPS + group)
-        if const_expr(self.sharers > 1):
-            if thread % WARP < self.sharers:
-                cute.arch.mbarrier_arrive(free, thread % WARP)
-        elif thread % WARP == 0:
-            cute.arch.mbarrier_arrive(free)
+        if thread % WARP == 0:
+            cute.arch.mbarrier_arrive(shared.empty + stage)
 
     @cute.jit
     def _finish(

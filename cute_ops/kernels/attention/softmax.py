@@ -15,7 +15,6 @@ LN2 = math.log(2)
 # A row's largest score is replaced only by one whose exponential is 2**GROWTH times as large or more: to rescale sums
 # of 128 columns takes as many instructions as a tile of 128 keys has scores.
 GROWTH = 8.0
-LEAST_WORDS = 20  # of a thread in a row, from which on comparing words saves more than it adds
 NEGLIGIBLE = 1e-6  # an error of a weight, relative to the row's largest weight
 LARGEST = 1e38  # a factor that float32 holds
 LOWEST = 60.0  # how far a row's weights may be below 1, as powers of e, where they have the exponents of float32
@@ -31,18 +30,6 @@ class Near(NamedTuple):
 # Both are wrong by 3.4e-6 of tanh at most, as little as scores in float32 are; the second one ascends everywhere.
 CUBIC = Near((0.9999965658347145, -0.3314233210879795), 0.12)
 QUINTIC = Near((0.9999966173826041, -0.33286093587899307, 0.12343751134273151), 0.36)
-
-
-class NearWithSlope(NamedTuple):
-    """Factors of a cubic in the place of tanh(x) and of a square in that of its derivative; see :class:`Near`."""
-
-    value: tuple[float, float]
-    slope: tuple[float, float]
-    bound: float
-
-
-# Of gradients: both are wrong by less than 4e-5, in weights that are rounded to 16 bits.
-GRADIENT = NearWithSlope((0.99998507, -0.33018586), (0.99997026, -0.98743932), 0.138)
 
 
 def by_row(rX):
@@ -125,7 +112,7 @@ class OnlineSoftmax:
         """Replace a tile's scores by their exponentials, less the largest so far; returns for each row what sums over
         earlier tiles are to be multiplied by.
         """
-        scale, largest, factors = Float32(self.scale * LOG2_E), self.largest_of(rS), cute.make_rmem_tensor(2, Float32)
+        scale, largest, factors = Float32(self.scale * LOG2_E), self.largest(rS), cute.make_rmem_tensor(2, Float32)
         for r in cutlass.range_constexpr(2):
             shift, factors[r] = self.grow(rMax, r, largest[r])
             self.exponentiate(rS, r, rSum, factors[r], lambda x: x * scale - shift)
@@ -145,47 +132,17 @@ class OnlineSoftmax:
         hide()
         return self.add(rS, *sums)
 
-    def largest_of(self, rS):
-        """:meth:`largest` of a tile, in the way that takes the fewest instructions."""
-        count = cute.size(rS) // 2
-        return self.largest(rS) if count < LEAST_WORDS else self.largest_by_word(rS, by_row(rS))
-
-    @cute.jit
-    def largest_by_word(self, rS, scores):
-        """:meth:`largest` by comparing words of floats as whole numbers, three by an instruction. This finds the
-        largest positive one; if a thread has a row without one, floats are compared.
-        """
-        found = cute.make_rmem_tensor(2, Float32)
-        words, highest = by_row(cute.recast_tensor(rS, Int32)), cute.recast_tensor(found, Int32)
-        for r in cutlass.range_constexpr(2):
-            parts = [words[r, c] for c in range(4)]
-            for c in cutlass.range_constexpr(4, cute.size(words, mode=[1])):
-                parts[c // 2 % 4] = cutlass.max(parts[c // 2 % 4], words[r, c])
-            highest[r] = cutlass.max(cutlass.max(parts[0], parts[1]), cutlass.max(parts[2], parts[3]))
-        if cute.arch.vote_any_sync((found[0] <= 0.0) | (found[1] <= 0.0)):
-            for r in cutlass.range_constexpr(2):
-                found[r] = self.largest_in_thread(lambda c, r=r: scores[r, c], cute.size(scores, mode=[1]))
-        return [self.largest_in_row(found[r]) for r in range(2)]
-
-    def largest_in_thread(self, score, count):
-        """The largest of so many scores."""
-        largest = [score(c) for c in range(4)]
-        for c in range(4, count):
-            largest[c % 4] = cute.arch.fmax(largest[c % 4], score(c))
-        return cute.arch.fmax(cute.arch.fmax(largest[0], largest[1]), cute.arch.fmax(largest[2], largest[3]))
-
-    def largest_in_row(self, largest):
-        """The largest of a row's four threads."""
-        for offset in (2, 1):
-            largest = cute.arch.fmax(largest, cute.arch.shuffle_sync_bfly(largest, offset=offset))
-        return largest
-
     def largest(self, rS, of=lambda x: x):
         """The largest number of each row of a tile, or of what ``of`` makes of them: its four threads agree on it."""
         scores, found = by_row(rS), []
         for r in range(2):
-            highest = self.largest_in_thread(lambda c, r=r: of(scores[r, c]), cute.size(scores, mode=[1]))
-            found.append(self.largest_in_row(highest))
+            largest = [of(scores[r, c]) for c in range(4)]
+            for c in range(4, cute.size(scores, mode=[1])):
+                largest[c % 4] = cute.arch.fmax(largest[c % 4], of(scores[r, c]))
+            highest = cute.arch.fmax(cute.arch.fmax(largest[0], largest[1]), cute.arch.fmax(largest[2], largest[3]))
+            for offset in (2, 1):
+                highest = cute.arch.fmax(highest, cute.arch.shuffle_sync_bfly(highest, offset=offset))
+            found.append(highest)
         return found
 
     def grow(self, rMax, r, largest):
@@ -296,7 +253,7 @@ class CappedSoftmax(OnlineSoftmax):
 
     def add_changed(self, rS, sums, whole, change, hide):
         factors = cute.make_rmem_tensor(2, Float32)
-        largest = self.largest_of(rS) if self.signed else self.largest(rS, cute.math.absf)
+        largest = self.largest(rS) if self.signed else self.largest(rS, cute.math.absf)
         self._add(rS, (sums, factors), whole, (largest, change, hide), 0)
         return factors
 
@@ -381,8 +338,6 @@ class Weights:
 
     def __init__(self, mods, scale):
         self.mods, self.scale = mods, scale
-        # Factors of polynomials of a cap so small that float32 does not hold them are none.
-        self.near = mods.cap is not None and mods.cap[0] * mods.cap[1] ** 3 / min(mods.scale, 1.0) < LARGEST
 
     def of_lse(self, lse, given):
         """A row's log-sum-exp, of base 2, less the offset of scores; infinite where the row has no key or is not
@@ -417,42 +372,9 @@ class Weights:
         if cutlass.const_expr(not self.mods.is_changed_by_column):
             self._in_steps(rS, rWeights, place, lse, whole)
         elif whole & (place.last_query < place.sizes.seqlen_q):
-            if cutlass.const_expr(self.near):
-                if self._is_near(rS):
-                    self._by_polynomial(rS, rWeights, lse)
-                else:
-                    self._by_column(rS, rWeights, place, lse)
-            else:
-                self._by_column(rS, rWeights, place, lse)
+            self._by_column(rS, rWeights, place, lse)
         else:
             self._in_steps(rS, rWeights, place, lse, whole)
-
-    def _is_near(self, rS):
-        """Whether polynomials are accurate enough for all products of a warp."""
-        bound, parts = Float32(GRADIENT.bound / self.mods.cap[1]), [Float32(0.0)] * 4
-        for i in range(cute.size(rS)):
-            parts[i % 4] = cute.arch.fmax(parts[i % 4], cute.math.absf(rS[i]))
-        largest = cute.arch.fmax(cute.arch.fmax(parts[0], parts[1]), cute.arch.fmax(parts[2], parts[3]))
-        return cute.arch.vote_all_sync(largest <= bound)
-
-    def _by_polynomial(self, rS, rWeights, lse):
-        """Gradients of a tile of capped scores of which nothing is left out and :meth:`_is_near` is true."""
-        scores, (outer, inner), offset = by_row(rS), self.mods.cap, Float32(self.mods.outer[1] * LOG2_E)
-        pairs = None if rWeights is None else cute.recast_tensor(rWeights, Int32)
-        first, third = (Float32(outer * LOG2_E * c * inner ** (2 * i + 1)) for i, c in enumerate(GRADIENT.value))
-        flat, bent = (
-            Float32(outer * inner / self.mods.scale * c * inner ** (2 * i)) for i, c in enumerate(GRADIENT.slope)
-        )
-        weights = [[None, None], [None, None]]
-        for c in range(cute.size(scores, mode=[1])):
-            for r in range(2):
-                x = scores[r, c]
-                square = x * x
-                weight = exp2(x * (square * third + first) - (lse(r, c) + offset))
-                weights[r][c % 2] = weight
-                if pairs is not None and c % 2:
-                    pairs[c // 2 * 2 + r] = pack(*weights[r], rWeights.element_type)
-                scores[r, c] = weight * (square * bent + flat)
 
     def _by_column(self, rS, rWeights, place, lse):
         """Gradients of a tile of which nothing is left out, with fewer registers: products are not kept."""

@@ -269,11 +269,7 @@ def mla_decode(problem: Problem) -> MlaConfig:
     invariant = INVARIANT_KEYS if attrs["batch_invariant"] else 0
     paged, rank = "page_table" in problem.dtypes, attrs["rank"]
     if arch.startswith("sm_90") and dims["d"] - rank == MMA_M and rank % (2 * MMA_M) == 0:
-        # TMA copies a block that lies in one page. Two CTAs take half of what L2 gives each alone, which it does not at
-        # the rate of WGMMA.
-        sharers = 2 if -(-rows // MMA_M) % 2 == 0 and (not paged or dims["c"] % MMA_M == 0) else 1
-        tiles = MMA_M // MMA_ROWS, MMA_M, 8, MMA_M, LATENT_STAGES
-        return MlaConfig(*tiles, paged, invariant, wgmma=True, sharers=sharers)
+        return MlaConfig(MMA_M // MMA_ROWS, MMA_M, 8, MMA_M, LATENT_STAGES, paged, invariant, wgmma=True)
     configs = (
         MlaConfig(tiles_m, keys, warps, min(keys, 32), stages, paged, invariant)
         for least_rows, tiles_m, keys, warps in ((32, 4, 32, 8), (16, 2, 32, 4), (0, 1, 64, 4), (0, 1, 32, 2))

@@ -11,22 +11,19 @@ from typing import NamedTuple
 
 from cute_ops.declaration.config import POWERS, Config, Needs, Problem, Space
 from cute_ops.hardware import ARCHES, VECTOR_BYTES
-from cute_ops.kernels.gemm.config import LEAST_STORED, OPERAND_BYTES, STORE_BYTES, Form, GemmConfig
+from cute_ops.kernels.gemm.config import OPERAND_BYTES, Form, GemmConfig
 from cute_ops.kernels.tensor_core.sizes import MMA_M, WARPGROUP
 from cute_ops.ops.batches import batch_of
 
-# Form, rows and columns of a tile: columns by 32, which are stored at once, then by 16. Larger tiles leave too few
-# registers for most epilogues.
+# Form, rows and columns of a tile: columns by 32, which are stored at once. Larger tiles leave too few registers for
+# most epilogues.
 TILES: tuple[tuple[Form, int, int], ...] = (
     ("pingpong", 128, 192), ("pingpong", 128, 160), ("pingpong", 128, 128), ("pingpong", 128, 96),
     *(("pingpong", 64, n) for n in (256, 224, 192, 160, 128, 96, 64)),
     ("cooperative", 128, 256), ("cooperative", 256, 128), ("cooperative", 128, 224), ("cooperative", 128, 192),
     ("cooperative", 128, 160), ("cooperative", 128, 128), ("cooperative", 256, 96),
-    *(("pingpong", 128, n) for n in (176, 144, 112, 80)), *(("pingpong", 64, n) for n in (240, 208, 176, 144, 112, 80)),
-    *(("cooperative", 128, n) for n in (240, 208, 176, 144)), ("cooperative", 256, 112),
 )  # fmt: skip
-# Clusters of more than two CTAs are for tiles of 64 rows, which load most from L2 for what they multiply.
-CLUSTERS: tuple[tuple[int, int], ...] = ((1, 2), (2, 1), (1, 1), (2, 2), (4, 1))
+CLUSTERS: tuple[tuple[int, int], ...] = ((1, 2), (2, 1), (1, 1))
 # CTAs of a cluster that share the terms of a tile; of these tiles only.
 CLUSTERS_K = (2, 3, 4)
 TILES_K: tuple[tuple[Form, int, int], ...] = (
@@ -37,11 +34,7 @@ GPC_SMS = 16  # of a group of SMs at least, in which a cluster must fit
 # Stages of the operands at most and at least, and stages of subtiles: fewer of these where the operands would otherwise
 # have fewer than ENOUGH_STAGES.
 MAX_STAGES, ENOUGH_STAGES, LEAST_STAGES, SUBTILE_STAGES = 8, 4, 3, (4, 3, 2)
-# Tiles that are stored by fewer columns than others, and large clusters, must be so much faster: each config is a
-# kernel to compile.
-RARE = 1.03
 SWIZZLED = 64  # 16-bit elements of a row of 128 bytes in shared memory, which TMA and WGMMA permute
-HALF_SWIZZLED = 32  # of a row of 64 bytes, where a tile is no multiple of those
 ALIGNMENT = 1024  # bytes: of the first buffer in shared memory
 # Registers of a thread that multiplies, and those of them that hold addresses, coordinates and constants.
 MULTIPLY_REGISTERS, OTHER_REGISTERS = 232, 30
@@ -104,8 +97,8 @@ class EpilogueCost(NamedTuple):
         outputs: bytes of an element of each output.
         tiles: bytes of an element of each operand ``(m, n)``.
         gate_up: whether an element needs two columns of the product, one of the gate's and one of the up projection's.
-        blocks: columns of b that share a row of 128 bytes in shared memory, or half as many one of 64. A CTA loads a
-            multiple of them, so that TMA writes whole rows.
+        blocks: columns of b that share a row of 128 bytes in shared memory. A CTA loads a multiple of them, so
+            that TMA writes whole rows.
         vectors: registers of a thread for row and column vectors.
         live: float32 values of an element that are needed at once.
         mufu: instructions for each element that an SM does 16 of in a cycle.
@@ -146,15 +139,10 @@ def configs(arch: str, sm_count: int, cost: EpilogueCost = PLAIN) -> tuple[GemmC
 
 def _configs(arch: str, sm_count: int, cost: EpilogueCost) -> Iterator[GemmConfig]:
     for config in _shapes(sm_count):
+        _, sub_n = config.subtile(*cost.outputs, *cost.tiles)
         columns, stored = config.tile_n // (1 + cost.gate_up), config.stored_n // (1 + cost.gate_up)
-        blocks = cost.blocks if cost.gate_up or columns % cost.blocks == 0 else min(cost.blocks, HALF_SWIZZLED)
-        if columns % (blocks * config.cluster_m) or stored % cost.group:
+        if stored % sub_n or columns % (cost.blocks * config.cluster_m) or stored % cost.group:
             continue
-        itemsizes = (*cost.outputs, *cost.tiles)
-        if stored % config.subtile(*itemsizes)[1]:
-            config = replace(config, store_bytes=LEAST_STORED * min(itemsizes))
-            if config.store_bytes >= STORE_BYTES or stored % LEAST_STORED:
-                continue
         if cost.registers(config) > MULTIPLY_REGISTERS:
             continue
         fitting = list(_with_stages(config, arch, cost))
@@ -164,17 +152,12 @@ def _configs(arch: str, sm_count: int, cost: EpilogueCost) -> Iterator[GemmConfi
 
 def _shapes(sm_count: int) -> Iterator[GemmConfig]:
     """Tiles and clusters, without stages."""
-    for (form, tile_m, tile_n), cluster in product(TILES, CLUSTERS):
-        if math.prod(cluster) <= 2 or tile_m == MMA_M:
-            yield GemmConfig(form, tile_m, tile_n, 1, _at_once(sm_count, math.prod(cluster)), *cluster)
+    for (form, tile_m, tile_n), (cluster_m, cluster_n) in product(TILES, CLUSTERS):
+        yield GemmConfig(form, tile_m, tile_n, 1, sm_count // (cluster_m * cluster_n), cluster_m, cluster_n)
     for (form, tile_m, tile_n), count in product(TILES_K, CLUSTERS_K):
         if tile_n % (8 * count) == 0:
-            yield GemmConfig(form, tile_m, tile_n, 1, _at_once(sm_count, count), cluster_k=count)
-
-
-def _at_once(sm_count: int, ctas: int) -> int:
-    """Clusters of so many CTAs that run at once: each in one group of SMs, of which some have fewer."""
-    return sm_count // ctas if ctas <= 2 else max(sm_count // GPC_SMS * (GPC_SMS // ctas) - 1, 1)
+            at_once = sm_count // 2 if count == 2 else max(sm_count // GPC_SMS * (GPC_SMS // count) - 1, 1)
+            yield GemmConfig(form, tile_m, tile_n, 1, at_once, cluster_k=count)
 
 
 def _with_stages(config: GemmConfig, arch: str, cost: EpilogueCost) -> Iterator[GemmConfig]:
@@ -206,15 +189,7 @@ def choose(size: GemmSize, cost: EpilogueCost, arch: str, sm_count: int, by_rows
     possible = configs(arch, sm_count, cost)
     if by_rows:
         possible = tuple(with_edge(config, size.m) for config in possible)
-
-    def time(config: GemmConfig) -> tuple[float, float]:
-        return sm_cycles(config, size, cost) * (RARE if _rare(config) else 1), loaded(config, size)
-
-    return min(possible, key=time, default=None)
-
-
-def _rare(config: GemmConfig) -> bool:
-    return config.store_bytes < STORE_BYTES or config.cluster_m * config.cluster_n > 2
+    return min(possible, key=lambda config: (sm_cycles(config, size, cost), loaded(config, size)), default=None)
 
 
 def with_edge(config: GemmConfig, m: int) -> GemmConfig:
@@ -346,7 +321,7 @@ def space_of(sizes: tuple[str, str, str], epilogue_cost: Callable[[Problem], Epi
 def others(heuristic: GemmConfig, size: GemmSize, cost: EpilogueCost, arch: str, sm_count: int) -> Iterator[GemmConfig]:
     """Other tiles, forms and clusters, and of the heuristic's config other stages and another walk over tiles."""
     times = {c: sm_cycles(c, size, cost) for c in configs(arch, sm_count, cost)}
-    least = min((time for config, time in times.items() if not _rare(config)), default=math.inf)
-    yield from (config for config, time in times.items() if time <= least * (1 if _rare(config) else NEAR))
+    least = min(times.values())
+    yield from (config for config, time in times.items() if time <= NEAR * least)
     yield from _with_stages(heuristic, arch, cost)
     yield from (replace(heuristic, group=group) for group in RASTERS)
