@@ -132,7 +132,7 @@ def _read(total: Tensor, name: str) -> Any:
 
 
 def _versions(made: Norm, total: Tensor) -> tuple[int, ...]:
-    """Those of a trace differ from all others: what a graph gives out has versions of its own."""
+    """Version counters of a norm's sum and parameters; in a trace they differ from all others, as graphs count anew."""
     return torch.compiler.is_compiling(), *(version_of(t) for t in (total, made.weight, made.bias) if t is not None)
 
 

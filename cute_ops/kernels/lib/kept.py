@@ -53,7 +53,7 @@ class KeptVectors:
 
 
 def _in_floats(sX):
-    """The same memory in fp32."""
+    """Shared memory of another dtype, in fp32."""
     vec, *shape = sX.shape
     layout = cute.make_layout((FLOATS, *shape), stride=(1, *(FLOATS * step // vec for step in sX.stride[1:])))
     return cute.make_tensor(cute.recast_ptr(sX.iterator, dtype=Float32), layout)
