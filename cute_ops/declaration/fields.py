@@ -28,8 +28,8 @@ _KINDS = {"kernel": (str, Kernel, Program), "tuning": (Tuning,), "sharding": (Sh
 
 @contextmanager
 def without_checks() -> Iterator[None]:
-    """Do not look for mistakes of the ops that are declared within: of our own, which a test checks, that would take a
-    tenth of every import.
+    """Skip validation of the ops declared within. Our own ops are validated by a test; validating them at each import
+    would take a tenth of it.
     """
     before = _checked.set(False)
     try:

@@ -1,4 +1,4 @@
-"""What a program reads of logits beside their loss: log-sum-exps and predicted classes, as for a metric."""
+"""Metrics that a program computes from the logits of a loss: log-sum-exps and predicted classes."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class Rule(NamedTuple):
 
 
 class Given(NamedTuple):
-    """What a function computes, all of it of the same graph.
+    """Arguments, outputs and gradient of a loss function, as nodes of one graph.
 
     Attributes:
         logits, targets, dloss: its arguments, and the cotangent of its first output.

@@ -1,4 +1,4 @@
-"""Calls with a derivative of their own that are a loss: what :mod:`cute_ops.fusion.loss_rules` is asked about them."""
+"""Losses with a ``custom_vjp`` rule: their jaxprs as nodes, for :mod:`cute_ops.fusion.loss_rules` to compare."""
 
 from __future__ import annotations
 

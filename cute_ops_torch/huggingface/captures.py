@@ -6,8 +6,8 @@ from torch import nn
 
 
 def install_hooks(model: nn.Module) -> None:
-    """Put the hooks in that a model's first call would: their lock breaks the graph of a call that is compiled. Those
-    of a part that has run are there, and a second hook would keep each output twice.
+    """Install the hooks that the model's first call would install: their lock breaks the graph of a compiled call. A
+    part that has run has its hooks already; a second hook would keep each output twice.
     """
     try:
         from transformers.utils.output_capturing import maybe_install_capturing_hooks

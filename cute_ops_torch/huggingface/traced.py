@@ -66,8 +66,8 @@ def _note_whole(context: Any) -> None:
 
 
 def has_set(x: torch.Tensor, name: str) -> bool:
-    """Whether the code of this trace has set an attribute of ``x``. What other code has set is not looked at: Dynamo
-    would guard it, so that each module that reads a tensor with another one is traced again.
+    """Whether the code of this trace has set an attribute of ``x``. An attribute that other code has set is not read:
+    Dynamo would guard its value, and trace each module again whose input carries another one.
     """
     from torch._dynamo.comptime import comptime
 

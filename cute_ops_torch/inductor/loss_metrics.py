@@ -1,6 +1,6 @@
-"""What reads a head's logits beside their loss, for accuracies and z-losses: the greatest class, the log-sum-exp.
+"""Metrics from the logits of a linear head: the predicted class (accuracy) and the log-sum-exp (z-loss).
 
-A head's loss computes both, too, so logits need not be held for them.
+The op of the head's loss computes both, so logits need not be held for them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Metric(NamedTuple):
 
 
 def of(readers: Iterable[Any], dims: int) -> list[Metric] | None:
-    """What logits of so many dims are read for; None if one of the readers computes anything else."""
+    """The metrics that readers of logits with ``dims`` dims compute; None if a reader computes anything else."""
     found: list[Metric] = []
     for node in readers:
         metrics = _of_reader(node, dims)
@@ -57,7 +57,7 @@ def _of_reader(node: Any, dims: int) -> list[Metric] | None:
 
 
 def _of_same(node: Node, dims: int) -> list[Metric] | None:
-    """What the logits are read for through a node that changes at most their dtype."""
+    """The metrics that read logits through a node that changes at most their dtype."""
     value = value_of(node)
     inner = of(node.users, dims) if value is not None and value.is_floating_point() else None
     if inner is None or _is_float32(node):

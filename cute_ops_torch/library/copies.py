@@ -101,7 +101,9 @@ def add(values: Sequence[Any]) -> None:
 
 
 def _instead(x: torch.Tensor | None, copies: Copies) -> torch.Tensor | None:
-    """What a node saves of a tensor. Second derivatives to what x was computed from pass through a copy, too."""
+    """The tensor that an autograd node saves for x: x itself, or its copy, which stays in the graph behind x so that
+    second derivatives reach the tensors from which x was computed.
+    """
     for known, made in copies:
         if known is x:
             with torch.enable_grad():

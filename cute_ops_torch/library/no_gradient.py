@@ -80,7 +80,7 @@ def once(name: str) -> Callable[[Call], Call]:
             node = _Unpacked(ctx)
             with torch.no_grad():
                 found = backward(node, *cotangents)
-            # What a node saved hangs on its inputs, and a saved output on all of them.
+            # Through its saved inputs and outputs the node depends on its inputs: a saved output on all of them.
             given = [t for t in (*cotangents, *node.saved_tensors) if t is not None and t.requires_grad]
             given += getattr(ctx, ENDS, None) or ()
             gradients = [g.detach().requires_grad_() for g in found if g is not None]

@@ -1,4 +1,4 @@
-"""Vectors of fp32 that take the place of what they were computed from in shared memory."""
+"""Vectors of fp32 in shared memory that overwrite the inputs from which they were computed."""
 
 from dataclasses import dataclass
 from typing import Any

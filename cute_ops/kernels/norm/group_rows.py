@@ -199,7 +199,7 @@ class GroupRowsBackward:
         return lower, Int32(cutlass.select_(here, upper, lower))
 
     def _numbers(self, walk, place):
-        """What a channel is scaled with, and its bias."""
+        """The scale ``rstd * weight`` of a channel, and its bias."""
         weight, bias = (None if sW is None else sW[place] for sW in (walk.weights, walk.biases))
         return walk.rstd if weight is None else walk.rstd * weight, bias
 

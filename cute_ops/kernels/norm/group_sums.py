@@ -150,5 +150,5 @@ class ClusterChannels:
 
 
 def slope_of(dy, x, scale, bias, silu):
-    """The gradient of what is scaled and shifted, before the activation. ``x``: less the mean."""
+    """The gradient for ``x * scale + bias``, before the activation; x is the input less its mean."""
     return times_silu_derivative(dy, x * scale if bias is None else x * scale + bias) if silu else dy

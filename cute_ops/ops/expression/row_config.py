@@ -102,11 +102,12 @@ DEEP_KEPT, DEEP_THREADS, DEEP_PAIRS = 64, 512, 256
 # Two tiles in the registers of clusters, whose reductions take longer: a thread has four vectors of each in 80
 # registers, so 1.5 times as many bytes are in flight. With one stage it has 64 registers: WIDE_ONCE.
 WIDE_THREADS, WIDE_ONCE_THREADS, WIDE_ONCE_CTAS = 768, 960, 5
-# Unaligned rows: a thread has UNALIGNED_LEAST to UNALIGNED_MOST vectors, one more of a dear tile and one fewer of two
-# such, so many that the fewest lie past the row's end: 64 threads for the 139 vectors of 1039 columns take 0.75 of a
-# copy's rate, 32 threads 0.95. Beside a row vector one tile has fewer, whose registers that takes; two tiles of which
-# nothing but numbers of the row is stored have up to UNALIGNED_DEEP. Threads of an SM by the vectors that each has, by
-# whether there are several tiles and whether they are dear; fewer beside several row vectors.
+# Vectors of a thread in an unaligned row: from UNALIGNED_LEAST to UNALIGNED_MOST, the number that leaves the fewest
+# vectors past the row's end. 64 threads for the 139 vectors of 1039 columns run at 0.75 of a copy's rate, 32 at 0.95.
+# A dear tile raises the upper bound by one, and several dear tiles lower it by one. A row vector lowers the bound of
+# one tile, since it takes registers. Two tiles from which only numbers of the row are stored have up to UNALIGNED_DEEP.
+# UNALIGNED_THREADS: threads of an SM, by (several tiles, dear), then by the vectors of a thread; beside several row
+# vectors at most UNALIGNED_WEIGHTED_THREADS.
 UNALIGNED_LEAST, UNALIGNED_MOST, UNALIGNED_DEEP = 3, 5, 9
 UNALIGNED_THREADS: Mapping[tuple[bool, bool], Ladder[int]] = {
     (False, False): ((math.inf, 1152),), (False, True): ((4, 1152), (math.inf, 768)),
@@ -115,11 +116,11 @@ UNALIGNED_THREADS: Mapping[tuple[bool, bool], Ladder[int]] = {
 UNALIGNED_WEIGHTED_THREADS = 896
 # With two outputs a thread has four vectors, since nothing is kept.
 UNALIGNED_TWO, UNALIGNED_TWO_THREADS = 4, 512
-# Of unaligned rows whose threads wait for their sums alone a thread has so many, from LEAST to MOST.
+# Vectors of a thread in unaligned rows whose threads wait for their own sums alone.
 ALONE_LEAST, ALONE_MOST = 4, 9
 # Unaligned rows of 129 to 256 vectors of which nothing is reduced: vectors of a thread and threads of an SM.
 UNALIGNED_ALONE = (1, 1792)
-# CTAs of an SM, and vectors of a thread, of longer ones, which several CTAs share.
+# Longer unaligned rows of which nothing is reduced, shared by a cluster: CTAs of an SM, and vectors of a thread.
 UNREDUCED_CTAS, UNREDUCED_VECTORS = 2, 2
 # The longest of them: a CTA of 384 threads, two or three of which share an SM.
 UNALIGNED_VECTORS = 1152
