@@ -40,7 +40,7 @@ def by_partitioner(local: Locals, kernels: Kernels, devices: int, binding: Bindi
     def cut(mesh: Any, known: Mapping[str, Any]) -> Cuts:
         # Arrays without a placement, under jax.set_mesh, have no axes to name.
         known = {n: a for n, a in known.items() if not a.sharding.is_fully_replicated}
-        # Of a tied dim XLA may give a part of an axis to the groups, of which no device then has a whole number.
+        # XLA may shard a dim along a part of an axis, as after a reshape. JAX would raise an error.
         placed = {n: s for n, a in known.items() if (s := _compat.named_sharding(a.sharding, mesh)) is not None}
         if any(not isinstance(sharding, NamedSharding) for sharding in placed.values()):
             problem = "its arguments have shardings of several meshes, or of none; use NamedShardings of one mesh."
@@ -66,7 +66,7 @@ def by_partitioner(local: Locals, kernels: Kernels, devices: int, binding: Bindi
     partitioned.def_partition(
         partition, infer_sharding_from_operands=infer, sharding_rule=rule, need_replication_factors=whole,
         reduction_factors=tuple(f for f in every if all(f not in named[n] for n in outputs)),
-        decode_shardings=not lengths, **lengths,
+        decode_shardings=False, **lengths,
     )  # fmt: skip
     with set_xla_metadata(cute_ops_kernel=_label(local, kernels, devices, binding, named)):
         return list(partitioned(*arrays))

@@ -572,6 +572,19 @@ def test_rows_that_do_not_divide(rows: int, through_ffi: Any, close: Close) -> N
     close(jax.device_get(got), jax.device_get(run(cute_ops_jax.rmsnorm, lambda a: a)(x, w)))
 
 
+def test_slices_along_parts_of_an_axis_come_together(through_ffi: Any, close: Close) -> None:
+    """A reshape leaves two dims of two with one mesh axis of four, whose parts have no names."""
+    function, mesh = through_ffi(RMSNORM), mesh_of(AxisType.Auto)
+    x, w = inputs(RMSNORM, (4, 6))[:2]
+
+    def run(function: Any, x: Any, w: Any) -> Any:
+        out, pull = jax.vjp(lambda x, w: function(x.reshape(2, 2, 6, N), w), x, w)
+        return out, pull(jnp.cos(out))
+
+    got = jax.jit(partial(run, function))(*placed(mesh, (x, w), (jax.P("data"), jax.P())))
+    close(jax.device_get(got), jax.device_get(run(cute_ops_jax.rmsnorm, x, w)))
+
+
 def test_parts_of_a_sum_are_rounded_once(through_ffi: Any, fake_kernels: Any) -> None:
     """bfloat16 weights: eight parts are added in float32."""
     function, mesh = through_ffi(RMSNORM), mesh_of(AxisType.Auto)
