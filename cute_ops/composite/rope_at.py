@@ -10,21 +10,24 @@ from cute_ops.declaration.op import Op
 from cute_ops.declaration.program import Program
 from cute_ops.declaration.shapes import FLOATS
 from cute_ops.declaration.tensor import Tensor
-from cute_ops.ops.rotary.rope import HEADS, check, rope, rope_bwd
+from cute_ops.ops.rotary.gathered_rope import gathered_rope
+from cute_ops.ops.rotary.rope import HEADS, check
 
 Arrays = Mapping[str, Any]
 
 
-def _tables(xp: Any, inputs: Arrays) -> dict[str, Any]:
-    return {name: xp.rows_of(inputs[name], inputs["positions"]) for name in ("cos", "sin")}
+def _rotated(xp: Any, call: Callable[..., Arrays], x: Any, inputs: Arrays, attrs: Arrays, inverse: bool) -> Any:
+    positions, strict = xp.named_rows(inputs["positions"], inputs["cos"].shape[0])
+    given = {"x": x, "positions": positions, "cos": inputs["cos"], "sin": inputs["sin"]}
+    return call(gathered_rope, given, {**attrs, "inverse": inverse, "strict": strict})["out"]
 
 
 def _run(xp: Any, call: Callable[..., Arrays], inputs: Arrays, attrs: Arrays) -> Arrays:
-    return {"out": call(rope, {"x": inputs["x"], **_tables(xp, inputs)}, attrs)["out"]}
+    return {"out": _rotated(xp, call, inputs["x"], inputs, attrs, inverse=False)}
 
 
 def _run_bwd(xp: Any, call: Callable[..., Arrays], inputs: Arrays, attrs: Arrays) -> Arrays:
-    return {"dx": call(rope_bwd, {"dout": inputs["dout"], **_tables(xp, inputs)}, attrs)["dx"]}
+    return {"dx": _rotated(xp, call, inputs["dout"], inputs, attrs, inverse=True)}
 
 
 _TABLES = {"positions": Tensor("*m", "I", upper_bound="p"), "cos": Tensor("p r", "C"), "sin": Tensor("p r", "C")}
@@ -37,7 +40,7 @@ rope_at_bwd = Op(
     "rope_at_bwd",
     inputs={"dout": HEADS, **_TABLES},
     outputs={"dx": HEADS},
-    kernel=Program(_run_bwd, (rope_bwd,)),
+    kernel=Program(_run_bwd, (gathered_rope,)),
     doc="""Gradient of :func:`rope_at` to x: the rotation of ``dout`` by the negative angles.""",
     **_COMMON,
 )
@@ -46,7 +49,7 @@ rope_at = Op(
     "rope_at",
     inputs={"x": HEADS, **_TABLES},
     outputs={"out": HEADS},
-    kernel=Program(_run, (rope,)),
+    kernel=Program(_run, (gathered_rope,)),
     grad=rope_at_bwd,
     no_gradient=("cos", "sin"),
     doc="""Rotary position embedding at given positions, as packed sequences and caches have them.

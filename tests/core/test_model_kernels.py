@@ -23,6 +23,7 @@ from cute_ops.kernels.routing.config import SEGMENT
 from cute_ops.ops import MODELS
 from cute_ops.ops.conv.channels_first import causal_conv1d_channels_first, channels_first_sums
 from cute_ops.ops.reduction.kept_mean import kept_mean
+from cute_ops.ops.rotary.gathered_rope import gathered_rope
 from cute_ops.ops.rotary.rope import rope
 from cute_ops.ops.routing.gathered import gathered_dots, gathered_sum, scattered_rows
 from cute_ops.ops.routing.places import class_places
@@ -32,7 +33,7 @@ from cute_ops.testing.kernel_calls import LAYOUTS
 from cute_ops.tools import sass
 
 ALL = [each for op in MODELS if not op.program for each in (op, *op.steps) if not each.program]
-ALL += [topk_step, channels_first_sums]
+ALL += [topk_step, channels_first_sums, gathered_rope]
 GATHERED = gathered_sum, gathered_dots, scattered_rows
 SMOOTHED = {"label_smoothing": 0.1, "z_loss": 0.01}
 ATTRS: dict[str, list[dict[str, Any]]] = {

@@ -2,13 +2,15 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, Int64, const_expr
 
 from cute_ops.declaration.shapes import ITEMSIZE
 from cute_ops.hardware import VECTOR_BYTES
 from cute_ops.kernels.lib.copy import gmem_elements
+from cute_ops.kernels.lib.index import nan_unless, trap_unless
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
-from cute_ops.kernels.lib.row_layout import row_count
+from cute_ops.kernels.lib.row_copy import number_or
+from cute_ops.kernels.lib.row_layout import extent, row_count
 from cute_ops.kernels.rotary.config import RotaryConfig
 from cute_ops.kernels.rotary.layout import (
     Rotary,
@@ -92,7 +94,7 @@ class Rope:
             address = self._source(sources, token, head, d)
             loaded.append(wide(rotary.load(sources[0].element_type, address, here, chunk)))
         some = self._rotates(sources, valid & chunk.rotated, heads[0])  # the first head is the lowest
-        rCos, rSin = (wide(rotary.table(m, i, row, chunk, some)) for i, m in enumerate((mCos, mSin)))
+        rCos, rSin = self._angles(sources, (mCos, mSin), row, chunk, some)
         let_next_start(self.pdl)
         for rX, head, here in zip(loaded, heads, inside):
             rotary.rotate(rX, rCos, rSin, self._rotates(sources, chunk.rotated, head), self.sign)
@@ -100,6 +102,10 @@ class Rope:
             # What comes next reads it. Marked as read no more, 671 MB in place took 187 us in place of 181.
             address = head_address(mOut, self.out, token, head, d)
             rotary.store(rX, mOut.element_type, address, here, chunk, streaming=False)
+
+    def _angles(self, sources, tables, row, chunk, wanted):
+        """Cosines and sines of a chunk's pairs, in fp32."""
+        return [wide(self.rotary.table(mTable, i, row, chunk, wanted)) for i, mTable in enumerate(tables)]
 
     def _finish(self, rX, sources):
         """What is done with rotated elements before they are stored."""
@@ -161,3 +167,40 @@ class RopeBackwardJoined(Rope):
 
     def _rotates(self, sources, rotated, head):
         return rotated & (head < head_count(sources[0]) + head_count(sources[1]))
+
+
+class GatheredRope(Rope):
+    """The rotation by the rows of the tables that the tokens' positions name, or back with ``inverse``.
+
+    Tile as :class:`Rope`: a thread loads the position of its token while its heads are in flight. Tables of a few
+    thousand positions stay in L2. Bytes moved per element: x, out and the positions once.
+    """
+
+    def __init__(self, variant):
+        super().__init__(variant, sign=-1.0 if variant.attrs["inverse"] else 1.0)
+        self.positions, self.strict = variant.tensors["positions"], variant.attrs["strict"]
+
+    @cute.jit
+    def __call__(self, mX, mPositions, mCos, mSin, mOut, stream):
+        d, r = self.rotary.sizes(mX, mCos)
+        blocks = (row_count(mOut, inner=2) * self._items(mOut, d, r) + (self.threads - 1)) // self.threads
+        self.kernel((mX, mPositions), mCos, mSin, mOut).launch(
+            grid=[Int32(blocks), 1, 1], block=[self.threads, 1, 1], stream=stream, use_pdl=self.pdl
+        )
+
+    def _place(self, mX, mCos, d, r):
+        tidx, bidx, chunks = cute.arch.thread_idx()[0], cute.arch.block_idx()[0], self.rotary.chunks(d, r)
+        token, item = split_index(Int64(bidx) * self.threads, tidx, self._items(mX, d, r))
+        group, groups = item // chunks, self._groups(mX)
+        heads = [group + u * groups for u in range(self.per_thread)]
+        return token, token, token < row_count(mX, inner=2), item - group * chunks, heads
+
+    def _angles(self, sources, tables, row, chunk, wanted):
+        position = Int64(number_or(sources[1], self.positions, row, wanted, 0))
+        there = (position >= 0) & (position < extent(tables[0], 0))
+        if const_expr(self.strict):
+            trap_unless(there)
+        found = super()._angles(sources, tables, position, chunk, wanted & there)
+        for rTable in found:
+            nan_unless(there, rTable)
+        return found

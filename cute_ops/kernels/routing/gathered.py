@@ -8,6 +8,7 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from cute_ops.hardware import VECTOR_BYTES
 from cute_ops.kernels.lib.copy import fragment, gmem_elements, load_if, narrow, store_if, store_masked, trim, widen
+from cute_ops.kernels.lib.index import nan_unless, trap_unless
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.realign import bytes_past, fetch, settle
 from cute_ops.kernels.lib.row_copy import PIECES_FROM
@@ -157,19 +158,6 @@ class GatheredSum(NamedRows):
                 x = widen(rX)
                 total.store(total.load() + (x if weights is None else x * weights[j]))
             self.store(narrow(total.load(), mOut.element_type, self.vec), mOut, "out", row, first)
-
-
-@cute.jit
-def trap_unless(valid: Boolean):
-    """End the kernel with an error, which destroys the CUDA context, unless ``valid``."""
-    if not valid:
-        cute.arch.inline_ptx("trap;", read_only_args=[])
-
-
-@cute.jit
-def nan_unless(valid: Boolean, rX: cute.Tensor):
-    if not valid:
-        rX.fill(float("nan"))
 
 
 class ScatteredRows(NamedRows):

@@ -24,7 +24,8 @@ CASES = (
 
 
 def reference(xp: Any, y: Any, index: Any, weights: Any = None, strict: bool = False) -> Any:
-    rows = xp.reshape(xp.take(y, xp.reshape(index, (-1,)), axis=0), (*index.shape, y.shape[-1]))
+    at = xp.reshape(xp.where(index < 0, y.shape[0], index), (-1,))  # none is counted from the end
+    rows = xp.reshape(xp.take(y, at, axis=0), (*index.shape, y.shape[-1]))
     rows, wide = widen(xp, rows, weights)
     return xp.astype(xp.sum(rows if wide is None else rows * wide[..., None], axis=-2), y.dtype)
 
