@@ -12,6 +12,7 @@ import gc
 import multiprocessing
 import os
 import queue
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,13 @@ from problems import Buffers, Problem, set_count
 
 Task = tuple[Problem, str]
 RESTARTS = 4  # of processes that a contender took down
+# Rows, columns and terms of a tile, stages and warps of those of Triton's products that were the fastest of them in any
+# of 77 of Inductor's choices at drawn sizes (H200). It has twice as many, and compiles all of them.
+TRITON_PRODUCTS = {
+    (128, 128, 64, 3, 4), (128, 128, 32, 3, 4), (128, 128, 64, 5, 8), (64, 128, 64, 4, 4), (64, 128, 32, 4, 8),
+    (64, 128, 128, 4, 4), (64, 64, 128, 5, 4), (64, 64, 64, 3, 8), (64, 64, 64, 5, 4), (64, 32, 128, 5, 4),
+}  # fmt: skip
+FIELDS = "BLOCK_M", "BLOCK_N", "BLOCK_K", "num_stages", "num_warps"
 
 
 class Done(NamedTuple):
@@ -178,6 +186,22 @@ class Turns:
             return False
         fcntl.flock(self._file, fcntl.LOCK_UN)
         return True
+
+
+def few_triton_products() -> None:
+    """Let Inductor compile few of Triton's products beside cuBLAS and its other forms: :data:`TRITON_PRODUCTS`, and the
+    same for fewer rows.
+    """
+    from torch._inductor.select_algorithm import add_preprocessing_fn
+
+    def likely(choice: Any) -> bool:
+        found = dict(re.findall(r"(\w+)=(\d+)", choice.description))
+        if not found.keys() >= set(FIELDS):
+            return True
+        rows, *others = (int(found[name]) for name in FIELDS)
+        return any(others == sizes and rows <= most for most, *sizes in TRITON_PRODUCTS)
+
+    add_preprocessing_fn(lambda choices: list(filter(likely, choices)))
 
 
 def benchmarks_take_turns(turn: Turns | None = None) -> None:
