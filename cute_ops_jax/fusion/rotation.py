@@ -24,17 +24,24 @@ def rope(x: Any, cos: Any, sin: Any, *, interleaved: bool) -> Any:
 
 
 def _forward(x: Any, cos: Any, sin: Any, interleaved: bool) -> Any:
-    return rotated(x, cos, sin, interleaved), (x, cos, sin)
+    kept = x.value if _are_learned(cos, sin) else jnp.zeros(0, x.value.dtype)
+    return rotated(x.value, cos.value, sin.value, interleaved), (kept, cos.value, sin.value)
 
 
 def _backward(interleaved: bool, saved: Any, dout: Any) -> Any:
     x, cos, sin = saved
     dx = register(declared.rope_bwd)(dout, cos, sin, interleaved=interleaved)
+    if x.ndim == 1:
+        return dx, None, None
     of_tables = jax.vjp(lambda c, s: declared.reference(jnp, x, c, s, interleaved=interleaved), cos, sin)[1]
     return (dx, *of_tables(dout))
 
 
-rotated.defvjp(_forward, _backward)
+def _are_learned(*tables: Any) -> bool:
+    return any(table.perturbed for table in tables)
+
+
+rotated.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 class Projection(NamedTuple):
@@ -55,12 +62,16 @@ def qkv_rope(x: Any, weight: Any, cos: Any, sin: Any, of: Projection) -> Any:
 
 
 def _project(x: Any, weight: Any, cos: Any, sin: Any, of: Projection) -> Any:
-    out, back = jax.vjp(lambda x, weight: of(x, weight, cos, sin), x, weight)
-    return out, (back, x, weight, cos, sin)
+    given = [each.value for each in (x, weight, cos, sin)]
+    out, back = jax.vjp(lambda x, weight: of(x, weight, *given[2:]), *given[:2])
+    # JAX needs one structure of what is saved.
+    return out, (back, *given, jnp.zeros(int(_are_learned(cos, sin))))
 
 
 def _project_back(of: Projection, saved: Any, dout: Any) -> Any:
-    back, x, weight, cos, sin = saved
+    back, x, weight, cos, sin, mark = saved
+    if not mark.size:
+        return (*back(dout), None, None)
     n = of.heads * of.size
 
     def turned(cos: Any, sin: Any) -> Any:
@@ -79,4 +90,4 @@ def _placed_as(cotangent: Any, out: Any) -> Any:
     return cotangent if sharding.mesh.empty else jax.sharding.reshard(cotangent, sharding)
 
 
-qkv_rope.defvjp(_project, _project_back)
+qkv_rope.defvjp(_project, _project_back, symbolic_zeros=True)
