@@ -2,8 +2,8 @@
 
 Tensors are tiny, so the device is never the limit. A sample times calls that are only enqueued, waits for the device
 outside of the timed region, and divides. There are 200 of them, or 20 of a composite: a launch waits for the device
-where 1024 before it wait. A quarter as many run before, untimed. Samples of all entries are interleaved; the median
-counts.
+where 1024 before it wait. A quarter as many run before, untimed. Samples of all entries are interleaved, in another
+order in each round, so that none is always behind the same other one; the median counts.
 
 Entries "in a graph" are the cost of one more op in a compiled graph: what 25 in a row take less what 5 take. Buffers of
 such a row take turns, so no op allocates; an allocation is an entry of its own. Their `compile_ms` is what one more op
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import random
 import re
 import time
 from collections.abc import Callable
@@ -560,9 +561,11 @@ def measure(table: Table, device: torch.device, rounds: int, calls: int, only: s
         of_composite = key[0].split(",")[0].split(".")[-1] in COMPOSITES
         samplers[key] = sampler(call, wait, min(calls, OF_COMPOSITE) if of_composite else calls)
     samples: dict[tuple[str, str], list[float]] = {key: [] for key in samplers}
-    for _ in range(rounds):
-        for key, sample in samplers.items():
-            samples[key].append(sample())
+    order = list(samplers)
+    for k in range(rounds):
+        random.Random(k).shuffle(order)
+        for key in order:
+            samples[key].append(samplers[key]())
     view = View(
         "call",
         "grad",

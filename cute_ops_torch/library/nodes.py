@@ -15,7 +15,7 @@ from cute_ops.constants import of_attributes
 from cute_ops.declaration.op import Op
 from cute_ops.declaration.tensor import Tensor
 from cute_ops_torch.library import copies
-from cute_ops_torch.library.modes import EXACT
+from cute_ops_torch.library.modes import EXACT, transforms_active
 from cute_ops_torch.library.no_gradient import ENDS, ending, no_gradients, once
 from cute_ops_torch.library.remembered import remembered
 from cute_ops_torch.library.scaled_gradient import scaled_gradients
@@ -361,6 +361,8 @@ def _shape_of(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor of the same shape in the memory of one row, which the other's changes do not concern. Its last dim is
     contiguous: kernels copy what they cannot read, even if they do not read it.
     """
+    if tensor.ndim == 1 and type(tensor) in EXACT and tensor.is_contiguous() and not transforms_active():
+        return tensor.data  # is one row; to allocate another takes ten times as long
     strides = (*[0] * (tensor.ndim - 1), *[1] * (tensor.ndim > 0))
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
 
