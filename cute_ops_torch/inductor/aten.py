@@ -17,8 +17,8 @@ from torch.fx import GraphModule, Node
 
 from cute_ops.fusion.graph import Graph
 from cute_ops.fusion.graph import Node as Value
-from cute_ops_torch.inductor.dynamo import Holder, kinds_of, storage_of
-from cute_ops_torch.inductor.effects import example, has_effects, is_random, written_by
+from cute_ops_torch.inductor.dynamo import Holder, kinds_of
+from cute_ops_torch.inductor.effects import example, has_effects, is_random, storage_of, written_by
 from cute_ops_torch.inductor.emit import Emitter, Refused
 from cute_ops_torch.inductor.front import COPIES, VIEWS, Front, dtype_of, shape_of
 

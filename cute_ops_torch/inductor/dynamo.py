@@ -20,7 +20,16 @@ from cute_ops.fusion.graph import FLOATS, Graph
 from cute_ops.fusion.graph import Node as Value
 from cute_ops.fusion.named import MODE
 from cute_ops_torch.inductor.attention_mask import known_value
-from cute_ops_torch.inductor.effects import DROPOUT, MODES, example, has_effects, is_random, name_of, written_by
+from cute_ops_torch.inductor.effects import (
+    DROPOUT,
+    MODES,
+    example,
+    has_effects,
+    is_random,
+    name_of,
+    storage_of,
+    written_by,
+)
 from cute_ops_torch.inductor.front import COPIES, VIEWS, Front, dtype_of, parts, shape_of
 
 # Names of functions and methods of torch whose meaning a name of ATen has.
@@ -260,14 +269,6 @@ def _initial_mode(module: GraphModule) -> bool | None:
     ]
     known = torch.is_grad_enabled()
     return known if not switches or switches[-1] == known else None
-
-
-def storage_of(value: Any) -> int:
-    """The number of a tensor's memory; that of no tensor is 0."""
-    try:
-        return int(value.untyped_storage()._cdata)
-    except (AttributeError, NotImplementedError, RuntimeError):  # no tensor, or one of a subclass without memory
-        return 0
 
 
 def sweep(graph: FxGraph) -> None:

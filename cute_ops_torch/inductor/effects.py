@@ -31,6 +31,14 @@ def example(node: Any) -> Any:
     return meta["val"] if "val" in meta else meta.get("example_value")
 
 
+def storage_of(value: Any) -> int:
+    """The number of a tensor's memory; that of no tensor is 0."""
+    try:
+        return int(value.untyped_storage()._cdata)
+    except (AttributeError, NotImplementedError, RuntimeError):  # no tensor, or one of a subclass without memory
+        return 0
+
+
 @cache
 def name_of(target: Any) -> str:
     """The name of what a node calls, ``__add__`` as ``add``."""

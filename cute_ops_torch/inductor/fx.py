@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Graph, Node
 
-from cute_ops_torch.inductor.effects import example, name_of, written_by
+from cute_ops_torch.inductor.effects import example, name_of, storage_of, written_by
 
 
 def value_of(node: Any) -> torch.Tensor | None:
@@ -44,3 +44,10 @@ def changed(graph: Graph, since: Any, until: Any) -> bool:
     """Whether a node between two others writes in place: perhaps to a view of what a pattern has read."""
     order = list(graph.nodes)
     return any(map(written_by, order[order.index(since) + 1 : order.index(until)]))
+
+
+def written_later(graph: Graph, node: Any, read: Any) -> bool:
+    """Whether what a node reads is written to after it, which an op that keeps it for its gradient does not allow."""
+    memory, order = storage_of(value_of(read)), list(graph.nodes)
+    later = (each for writer in order[order.index(node) + 1 :] for each in written_by(writer))
+    return any(storage_of(value_of(each)) == memory for each in later)

@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 from cute_ops.declaration.shapes import FLOATS
 from cute_ops_torch.inductor import loss_metrics
 from cute_ops_torch.inductor.effects import name_of, same_mode
-from cute_ops_torch.inductor.fx import calls, changed, value_of
+from cute_ops_torch.inductor.fx import calls, changed, value_of, written_later
 from cute_ops_torch.inductor.loss_metrics import Metric
 
 _DTYPES = {getattr(torch, name) for name in FLOATS}
@@ -48,7 +48,7 @@ def replace_loss(graph: Graph, node: Any, names: Collection[str], keeps_logits: 
         if place := loss_metrics.place(graph, [node, *(each.node for each in head.metrics)], head.layer, loss.target):
             _with_metrics(graph, node, place, loss, head)
             return "linear_cross_entropy_metrics", ""
-    if "cross_entropy" in names:
+    if "cross_entropy" in names and not written_later(graph, node, loss.logits):
         why = _other_reader(node, loss.logits)
         _alone(graph, node, loss)
         return "cross_entropy", why
@@ -318,7 +318,7 @@ def _narrow(graph: Graph, node: Any, wide: Any) -> Any:
     narrow = _uncast(source, torch.float32)
     if narrow is source or _rows(narrow) is None or changed(graph, source, node):
         return wide
-    if any(value_of(view) is None for view in views):
+    if any(value_of(view) is None for view in views) or written_later(graph, node, narrow):
         return wide
     dtype = value_of(narrow).dtype  # type: ignore[union-attr]
     with graph.inserting_before(node):

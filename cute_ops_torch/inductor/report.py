@@ -23,6 +23,7 @@ from cute_ops_torch.inductor.rewrite import Part, Rewritten
 _SILENT = (MODE, "what is written in place", "getitem")
 _WHY = {
     "scaled_dot_product_attention": "ours takes 16 bits, no dropout and no mask but a window of known sizes, on a GPU",
+    "cross_entropy": "it has weights or labels of its own kind, or its logits are written to later",
     "embedding": "its table is not trained, or has options that ours lacks",
     **dict.fromkeys(("dropout", "native_dropout"), "it draws random numbers, in the order of the program"),
 }

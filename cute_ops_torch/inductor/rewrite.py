@@ -22,8 +22,8 @@ from cute_ops.fusion.graph import Node as Value
 from cute_ops.fusion.scores import Known
 from cute_ops.fusion.settle import Expressions, Layers, settle
 from cute_ops.garbage import without_collections
-from cute_ops_torch.inductor.dynamo import DynamoFront, Holder, storage_of, sweep
-from cute_ops_torch.inductor.effects import example, name_of
+from cute_ops_torch.inductor.dynamo import DynamoFront, Holder, sweep
+from cute_ops_torch.inductor.effects import example, name_of, storage_of
 from cute_ops_torch.inductor.emit import Call, Emitter, Refused
 from cute_ops_torch.inductor.fx import hint
 

@@ -239,6 +239,14 @@ def _loss_with_metrics(p: Pool) -> Tensor:
     return p.x * (1 + 0.1 * (loss + z + right)).to(p.x.dtype)
 
 
+def _written_logits(p: Pool) -> Tensor:
+    """Logits that a loss has read, and need not keep: torch's own keeps their logarithms."""
+    rows = F.linear(p.x, p.m).flatten(0, 1) * 2
+    loss = F.cross_entropy(rows.float(), torch.arange(rows.shape[0], device=rows.device) * 3 % N)
+    rows.mul_(0.5)
+    return rows.view(p.x.shape) + loss.to(rows.dtype)
+
+
 def _state_by_halves(p: Pool) -> Tensor:
     """The state may be what is written to here."""
     before = F.silu(p.x + p.state) * p.y
@@ -335,6 +343,7 @@ GRAPH_STEPS: dict[str, Callable[[Pool], Tensor]] = {
     "wide products": _wide_products, "products of batches": _products_of_batches, "two results": _two_results,
     "mixture": _mixture, "lora": _lora, "residual in place": _residual_in_place,
     "normed over two dims": _normed_over_two_dims, "statistics": _statistics, "accumulated": _accumulated,
+    "written logits": _written_logits,
     "expanded": lambda p: p.x * p.y[:, :1].expand(p.x.shape),
     "repeated": lambda p: p.x + p.y[:1].repeat(p.x.shape[0], 1, 1),
     "halves exchanged": lambda p: torch.cat(tuple(reversed(p.x.chunk(2, -1))), -1) * p.r,
