@@ -55,7 +55,7 @@ _REPLACEMENTS = (
     *patches.REPLACEMENTS, *experts.REPLACEMENTS,
 )  # fmt: skip
 _OF_ALL = (ATTENTION, MASKS, EAGER_ATTENTION, BALANCE, CONVOLUTION, SCAN, activated_norm.ACTIVATED)
-_WHOLE = Replacement("", lambda module, model: module is model, traced.settling)
+_WHOLE = Replacement("", lambda module, model: module is model or _holds_layers(module), traced.settling)
 _OF_FUNCTIONS = (*_OF_ALL, *SUMS, SHARED, _WHOLE)
 # The ops that modules run.
 RUN = frozenset({
@@ -229,6 +229,11 @@ def _first(module: nn.Module, model: nn.Module, logits: bool) -> Replacement | N
     known = (*_REPLACEMENTS, *(loss.WITH_LOGITS if logits else loss.REPLACEMENTS))
     first = next((each for each in known if each.matches(module, model)), None)
     return first or plain_mlp.replacement_of(module) or gated_norm.replacement_of(module) or replacement_of(module)
+
+
+def _holds_layers(module: nn.Module) -> bool:
+    """Whether a module has a list of layers, or holds one that has: compiled alone, it goes from layer to layer."""
+    return any(isinstance(each, nn.ModuleList) and each is not module for each in module.modules())
 
 
 def _serves(replacement: Replacement, wanted: frozenset[str]) -> bool:

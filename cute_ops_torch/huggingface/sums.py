@@ -40,7 +40,7 @@ def add(module: nn.Module, place: tuple[int, tuple[str, ...]], a: Any, b: Any) -
     if not takes(a, b):
         return a + b
     number, within = place
-    leaves = not within and _goes_on()
+    leaves = not within and _goes_on(module, number)
     readers: Any = [traced.reader_of(module, number)] if leaves else [module._modules.get(name) for name in within]
     found = ((each, residual_norm.norm_of(each)) for each in readers if each is not None)
     reader, made = next((pair for pair in found if pair[1] is not None), (None, None))
@@ -58,12 +58,12 @@ def _are_streams(a: Any, b: Any) -> bool:
     return alike and not torch.is_autocast_enabled(a.device.type)
 
 
-def _goes_on() -> bool:
+def _goes_on(module: nn.Module, number: int) -> bool:
     """Whether what runs now is neither run again for a gradient nor by one, as parts of a model by a checkpoint: the
     second forward of a part runs without the next one. A trace goes on where the next one is in the same graph.
     """
     if torch.compiler.is_dynamo_compiling():
-        return traced.goes_on()
+        return traced.goes_on(module, number)
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks is None and torch._C._current_graph_task_id() == -1
 

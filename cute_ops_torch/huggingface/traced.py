@@ -44,11 +44,12 @@ def _noted() -> int:
     return _numbers.pop()
 
 
-def goes_on() -> bool:
-    """Whether a trace goes on after this module to the end of the patched model, in the same graph.
+def goes_on(module: nn.Module, number: int) -> bool:
+    """Whether a trace goes on, in the same graph, after this add of a module to the end of the patched model or of a
+    stack of its layers, which holds the norm that is known to read the sum.
 
-    It does not where a graph calls a part of a model as a whole, as one that is checkpointed, or where the model's
-    graph breaks: then Dynamo traces the model's ``forward`` in pieces, or modules alone.
+    It does not where a graph calls a part of a model as a whole, as one that is checkpointed, or where the graph of
+    all that holds the layer breaks: then Dynamo traces a ``forward`` in pieces, or modules alone.
     """
     from torch._dynamo.comptime import comptime
 
@@ -58,11 +59,18 @@ def goes_on() -> bool:
 
 def _note_whole(context: Any) -> None:
     translator = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
-    found, outer = False, translator
-    while outer is not None and not found:
+    whole, outer = None, translator
+    while outer is not None:
         code = outer.f_code  # that of a piece has another name
-        found, outer = (code.co_name, code.co_filename) == ("whole", __file__), getattr(outer, "parent", None)
-    _numbers.append(int(found and translator.output.current_tracer.parent is None))
+        if (code.co_name, code.co_filename) == ("whole", __file__):
+            whole = outer
+        outer = getattr(outer, "parent", None)
+    if whole is None or translator.output.current_tracer.parent is not None:
+        _numbers.append(0)
+        return
+    model, module = _realized(whole.symbolic_locals["self"]).value, _variable(context, "module").value
+    reader = vars(module).get(READERS, {}).get(_variable(context, "number").as_python_constant())
+    _numbers.append(int(reader is None or any(each is reader() for each in model.modules())))
 
 
 def has_set(x: torch.Tensor, name: str) -> bool:
@@ -102,12 +110,15 @@ def _note_reader(context: Any) -> None:
 
 
 def _variable(context: Any, name: str) -> Any:
-    variable = context.get_local(name)._i_will_not_complain_if_bc_breaks_VariableTracker()
+    return _realized(context.get_local(name)._i_will_not_complain_if_bc_breaks_VariableTracker())
+
+
+def _realized(variable: Any) -> Any:
     return variable.realize() if hasattr(variable, "realize") else variable
 
 
 def settle() -> None:
-    """Trace once more where the trace has found who reads a sum: at the end of a whole model's ``forward``."""
+    """Trace once more where the trace has found who reads a sum."""
     if torch.compiler.is_dynamo_compiling():
         from torch._dynamo.comptime import comptime
 
@@ -130,7 +141,7 @@ def _settle(context: Any) -> None:
 
 
 def settling(forward: Any) -> Any:
-    """The ``forward`` of a whole model, after which a trace settles."""
+    """The ``forward`` of a model or of a stack of layers, after which a trace settles."""
 
     @wraps(forward)
     def whole(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -138,6 +149,7 @@ def settling(forward: Any) -> Any:
         settle()
         return out
 
+    whole.__code__ = whole.__code__.replace()  # type: ignore[attr-defined]  # Dynamo counts compiled forms by code
     return whole
 
 

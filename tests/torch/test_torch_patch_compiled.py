@@ -13,6 +13,8 @@ from torch import nn
 
 import cute_ops_torch
 from cute_ops_torch.host import compiled_call, recorded
+from cute_ops_torch.huggingface import traced
+from cute_ops_torch.huggingface.masks import without_computing
 from cute_ops_torch.library import reference
 
 transformers = pytest.importorskip("transformers")
@@ -147,6 +149,24 @@ def test_a_graph_runs_what_eager_mode_runs(name: str, calls: Counter[str]) -> No
         assert (got - want).abs().max() <= 2e-2 * want.abs().max().clamp(min=1e-2)
 
 
+@pytest.mark.parametrize(("name", "part"), [("Llama", "model"), ("ViT", "vit")])
+def test_a_stack_compiled_alone_hands_sums_from_layer_to_layer(name: str, part: str, calls: Counter[str]) -> None:
+    model, inputs = made(MODELS[name])
+    cute_ops_torch.patch(model)
+    step(model, model, inputs)  # learns which norms read a layer's output
+    calls.clear()
+    want, eager = step(model, model, inputs), Counter(calls)
+    for layer in model.modules():
+        traced.forget(layer)
+    model.get_submodule(part).compile(backend="eager", fullgraph=True)
+    for _ in range(2):
+        calls.clear()
+        found = step(model, model, inputs)
+    assert {op: calls[op] for op in eager if "norm" in op} == {op: eager[op] for op in eager if "norm" in op}
+    for got, each in zip(found, want, strict=True):
+        assert (got - each).abs().max() <= 2e-2 * each.abs().max().clamp(min=1e-2)
+
+
 @pytest.mark.parametrize("given", [{"num_items_in_batch": torch.tensor(18)}, {"num_items_in_batch": 18}, {}], ids=str)
 def test_what_a_trainer_gives_a_model_says_nothing_to_attention(given: dict[str, Any], calls: Counter[str]) -> None:
     """Models hand on to attention what they are called with, and MoE models that router logits are wanted."""
@@ -194,6 +214,7 @@ def test_checkpointed_layers_of_a_graph_read_no_norm_of_the_next_layer() -> None
 
 def test_classes_of_a_patched_model_are_compiled_apart() -> None:
     """Where a graph breaks, Dynamo compiles a ``forward`` at most eight times and counts them by their code."""
+    assert without_computing(len).__code__ is not without_computing(max).__code__  # functions that make masks
     layers = nn.Sequential(nn.LayerNorm(8), nn.GroupNorm(2, 8), nn.GELU(), nn.Embedding(4, 8))
     cute_ops_torch.patch(layers)
     assert len({id(type(layer).forward.__code__) for layer in layers}) == 4
