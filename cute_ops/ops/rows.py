@@ -331,6 +331,8 @@ def needs_of(problem: Problem, config: RowConfig, segments: int = 1) -> Needs:
 def needs_in_smem(problem: Problem, config: RowConfig, stages: int = 1, registers: int = 0) -> Needs:
     """A config's needs where rows are held in shared memory, in ``stages`` slots; ``registers``: for anything else."""
     row = row_of(problem)
-    held = -(-row.touched_at_most // (config.threads_per_row * config.cluster))
-    slot = config.threads * held * row.vector_elements * bytes_of(problem, inputs_of(problem))
+    # Vectors of unaligned rows may be narrower than 16 bytes, and each row may start on one.
+    vec = row.vector_elements if row.aligned else 1
+    held = -(-row.n // (config.threads_per_row * config.cluster * vec)) * vec
+    slot = config.threads * held * bytes_of(problem, inputs_of(problem))
     return Needs(config.threads, LEAST_REGISTERS + registers, stages * slot, config.resident)
