@@ -21,7 +21,7 @@ from cute_ops.ops.norm.add_rmsnorm import add_rmsnorm_bwd
 from cute_ops_torch import functions, registry
 from cute_ops_torch.huggingface import products
 from cute_ops_torch.library.inplace import overwriting
-from cute_ops_torch.library.no_gradient import end, once
+from cute_ops_torch.library.no_gradient import link_inputs, once
 from cute_ops_torch.library.packed import packed_view
 from cute_ops_torch.library.tensors import row_major
 
@@ -41,7 +41,7 @@ class _SiluMLP(torch.autograd.Function):
         needs_x = any(ctx.needs_input_grad[1:3])
         ctx.save_for_backward(x if needs_x else None, gate, up, down, gate_up)
         if not needs_x:
-            end(ctx, x)
+            link_inputs(ctx, x)
         ctx.lead = x.shape[:-1]
         return products.forward(product, down).view(*ctx.lead, down.shape[0])
 

@@ -206,7 +206,7 @@ def _keeps_columns(node: Any) -> bool:
 
 def _with_head(graph: Graph, node: Any, loss: _Loss, head: _Head) -> None:
     """The loss from the head's input."""
-    hidden, weight = [*_rows_of_head(graph, node, node, head).values()][-1], head.layer.args[1]
+    (hidden, _), weight = _rows_of_head(graph, node, node, head), head.layer.args[1]
     with graph.inserting_before(node):
         made = graph.call_function(
             torch.ops.cute.linear_cross_entropy.default,
@@ -232,8 +232,7 @@ def _with_metrics(graph: Graph, node: Any, place: Any, loss: _Loss, head: _Head)
 
     The op knows nothing else of an ignored row, either: it gets another class instead, and the loss is masked.
     """
-    rows, weight = _rows_of_head(graph, node, place, head), head.layer.args[1]
-    hidden = [*rows.values()][-1]
+    (hidden, rows), weight = _rows_of_head(graph, node, place, head), head.layer.args[1]
     value = value_of(loss.target)
     assert value is not None
     ignored, losses = loss.ignore_index, value.new_empty(value.shape, dtype=torch.float32)
@@ -261,9 +260,9 @@ def _with_metrics(graph: Graph, node: Any, place: Any, loss: _Loss, head: _Head)
     _finish(graph, node, made, torch.float32)
 
 
-def _rows_of_head(graph: Graph, node: Any, place: Any, head: _Head) -> dict[Any, Any]:
-    """The head's input before a place, its rows selected as those of the logits were: by the layer and by each of the
-    views of the logits.
+def _rows_of_head(graph: Graph, node: Any, place: Any, head: _Head) -> tuple[Any, dict[Any, Any]]:
+    """The rows of the head's input, before a place, whose logits the loss takes; and those whose logits the layer, and
+    each of the views after it, returned.
     """
     hidden, weight = head.layer.args[:2]
     rows = {head.layer: hidden}
@@ -286,7 +285,7 @@ def _rows_of_head(graph: Graph, node: Any, place: Any, head: _Head) -> dict[Any,
                 value = hidden.meta["example_value"].new_empty((*shape[:-1], columns))
             made.meta = {**node.meta, "example_value": value}
             rows[view] = hidden = made
-    return rows
+    return hidden, rows
 
 
 def _return_nothing(graph: Graph, logits: Any, hidden: Any) -> None:

@@ -14,7 +14,7 @@ from cute_ops_torch.library.modes import transforms_active
 from cute_ops_torch.library.reference import register_fake
 
 Call = Callable[..., Any]
-ENDS = "ends"  # the attribute of a node with tensors that hang on its inputs
+LINKS = "links"  # the attribute of a node with empty copies of its inputs, which hold their places in the graph
 
 
 def no_gradients(
@@ -82,7 +82,7 @@ def once(name: str) -> Callable[[Call], Call]:
                 found = backward(node, *cotangents)
             # Through its saved inputs and outputs the node depends on its inputs: a saved output on all of them.
             given = [t for t in (*cotangents, *node.saved_tensors) if t is not None and t.requires_grad]
-            given += getattr(ctx, ENDS, None) or ()
+            given += getattr(ctx, LINKS, None) or ()
             gradients = [g.detach().requires_grad_() for g in found if g is not None]
             made = iter(_Last.apply(name, len(gradients), *gradients, *given, *_leaves(ctx)))  # type: ignore[no-untyped-call]
             return tuple(None if g is None else next(made) for g in found)
@@ -92,28 +92,28 @@ def once(name: str) -> Callable[[Call], Call]:
     return wrap
 
 
-def ending(forward: Call, places: Sequence[int] | None = None) -> Call:
+def linking_inputs(forward: Call, places: Sequence[int] | None = None) -> Call:
     """Decorate the forward of a Function with ``once``: second derivatives to inputs that are no leaves raise, too;
     all of them, or those at these places of its arguments.
     """
 
     @wraps(forward)
     def run(ctx: Any, *args: Any) -> Any:
-        end(ctx, *(args if places is None else [args[k] for k in places]))
+        link_inputs(ctx, *(args if places is None else [args[k] for k in places]))
         return forward(ctx, *args)
 
     return run
 
 
-def end(ctx: Any, *given: Any) -> None:
+def link_inputs(ctx: Any, *given: Any) -> None:
     """In the forward of a Function with ``once``: second derivatives to these inputs raise, though it saves neither
     them nor an output.
     """
     inner = [t for t in given if type(t) is torch.Tensor and t.ndim and t.requires_grad and not t.is_leaf]
     if inner and not transforms_active():
-        # Copies of no elements hold the inputs' places in the graph, and not their memory.
+        # Without elements they do not hold the inputs' memory.
         with torch.enable_grad():
-            setattr(ctx, ENDS, [torch.narrow_copy(t, 0, 0, 0) for t in inner])
+            setattr(ctx, LINKS, [torch.narrow_copy(t, 0, 0, 0) for t in inner])
 
 
 class _Unpacked:
@@ -140,7 +140,7 @@ def _leaves(node: Any) -> list[torch.Tensor]:
 
 
 class _Last(torch.autograd.Function):
-    """Passes gradients on and raises when they are differentiated. It takes cotangents, and what hangs on leaves and
+    """Passes gradients on and raises when they are differentiated. It takes cotangents, leaves and links to
     inputs, too: second derivatives to them lead here, and are not taken for zero.
     """
 

@@ -16,7 +16,7 @@ from cute_ops.declaration.op import Op
 from cute_ops.declaration.tensor import Tensor
 from cute_ops_torch.library import copies
 from cute_ops_torch.library.modes import EXACT, transforms_active
-from cute_ops_torch.library.no_gradient import ENDS, ending, no_gradients, once
+from cute_ops_torch.library.no_gradient import LINKS, linking_inputs, no_gradients, once
 from cute_ops_torch.library.remembered import remembered
 from cute_ops_torch.library.scaled_gradient import scaled_gradients
 from cute_ops_torch.library.schema import resolver
@@ -27,7 +27,7 @@ Call = Callable[..., Any]
 # `cute_ops_torch.distributed` puts one here, so that ranks gather such an input once.
 sharing: dict[type, Callable[[frozenset[str]], AbstractContextManager[None]]] = {}
 # What a context stores besides tensors.
-_SLOTS = ("required", "given", "numbers", ENDS)
+_SLOTS = ("required", "given", "numbers", LINKS)
 
 
 class AutogradNode(_SingleLevelFunction):
@@ -115,7 +115,7 @@ class Nodes:
             # What the forward has computed is no function of its inputs to autograd.
             lost = range(1, 1 + len(given)) if scaled else _lost(op, saving or op, step, given, wanted)
             if lost:
-                forward, backward = ending(forward, lost), once(op.aliases.get(op.name, op.name))(backward)
+                forward, backward = linking_inputs(forward, lost), once(op.aliases.get(op.name, op.name))(backward)
         else:
             saving, (forward, backward) = None, _without_gradient(op, given)
         methods = {"forward": staticmethod(forward), "backward": staticmethod(backward), "saving": saving}
