@@ -1,5 +1,5 @@
-"""What modules of flax and of equinox share: the call of their row in :data:`cute_ops.composite.layers.LAYERS`, and
-losses without parameters.
+"""Parts of modules of flax and equinox: the call of their row in :data:`cute_ops.composite.layers.LAYERS`,
+and losses without parameters.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def _parameter(made: bool, init: Initializer, n: int | tuple[int, ...], dtype: A
 
 
 def _given(dtype: Any, param_dtype: Any, kernel_init: Initializer | None, rngs: nnx.Rngs) -> dict[str, Any]:
-    """What flax's linear layers take by name; without an initializer they have their own."""
+    """Keyword arguments of flax's linear layers; without an initializer they have their own."""
     init = {} if kernel_init is None else {"kernel_init": kernel_init}
     return {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs, **init}
 

@@ -68,7 +68,7 @@ def register(op: Op, namespace: str = "cute") -> Callable[..., Any]:
 
 
 def define(op: Op, namespace: str = "cute") -> Registered:
-    """What :func:`register` does, without making the Python function."""
+    """Register an op as :func:`register` does, without making the Python function."""
     with _lock:
         # Refuse what is to be refused, of the gradient too, before defining anything: a second try would find it there.
         for each in (op, *_computing(op)):

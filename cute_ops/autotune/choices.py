@@ -50,7 +50,7 @@ def asked(op: Op) -> bool:
 
 
 def measured(op: Op, call: Signature) -> Times | None:
-    """What was measured of a class of calls; None where nothing was, or shall be used."""
+    """The measurement of a class of calls; None if there is none, or none is to be used."""
     if env.TUNE.read() == "0":
         return None
     key = _key(op, call)

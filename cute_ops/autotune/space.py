@@ -35,7 +35,7 @@ def objection(space: Space, problem: Problem, config: Config, op: str = "") -> s
 
 
 def _of_threads(threads: int, row: int) -> str:
-    """What is wrong with the threads of a CTA, of which ``row`` share a row; empty if nothing is."""
+    """Why a CTA of these threads, of which ``row`` share a row, cannot run; empty if it can."""
     if not 0 < threads <= MAX_THREADS:
         return f"{threads} threads, a CTA has at most {MAX_THREADS}"
     if threads % WARP:

@@ -41,7 +41,7 @@ def fail(problem: object) -> NoReturn:
 
 
 def said(problem: object) -> str:
-    """What went wrong, an error of the system without its number: ``No such file or directory: 'calls.txt'``."""
+    """The text of an error, one of the system without its number: ``No such file or directory: 'calls.txt'``."""
     if isinstance(problem, OSError) and problem.strerror and problem.filename:
         return f"{problem.strerror}: {str(problem.filename)!r}"
     return str(problem)

@@ -87,7 +87,7 @@ def _op(size: int, transposed: bool) -> Op:
 
 
 def _problem(size: int, binding: Binding) -> str | None:
-    """What is wrong with the number of heads."""
+    """The error text for the number of heads; empty if it is right."""
     n, given = binding.dims["n"], binding.attrs["heads"]
     every = n // size
     if n % size:

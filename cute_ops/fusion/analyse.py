@@ -95,7 +95,7 @@ class Call:
 
 
 class Analysis(NamedTuple):
-    """What was found in a graph.
+    """The regions found in a graph.
 
     Attributes:
         found: what expressions compute, each after those that it reads.
@@ -121,7 +121,7 @@ class Analysis(NamedTuple):
         return [i for i in linear if self.readers(found.leaves[i].node) <= inside]
 
     def readers(self, node: Node) -> set[Node]:
-        """What reads a value, through views of it; itself where the program returns it."""
+        """The readers of a value, through views of it; itself where the program returns it."""
         readers: set[Node] = set()
         waiting = [node]
         while waiting:

@@ -136,7 +136,7 @@ def _read_by(found: Found, i: int) -> set[Node]:
 
 
 class _Readers:
-    """What reads a value of a program, through views of it.
+    """The readers of a value of a program, through views of it.
 
     Attributes:
         live: the nodes that the outputs need.
@@ -253,7 +253,7 @@ class _Attention:
         return found[0]
 
     def _follow(self, contract: Node, dims: tuple[int, ...], leaf: Leaf) -> None:
-        """Where each row of the scores lies in the product of queries and keys."""
+        """The place of each row of the scores in the product of queries and keys."""
         (left, right, batch), (a, b) = contract.attr, contract.args
         _require(len(left) == 1)
         free = [[i for i in range(len(x.shape)) if i not in (*over, *of_batch)]

@@ -1,4 +1,4 @@
-"""What a found expression becomes: an op of ours, an op of its own, a product's epilogue, or nothing.
+"""The replacement of a found expression: an op of ours, an op of its own, a product's epilogue, or none.
 
 An op ends what a compiler fuses around it. So it has to save a pass: over a row that is reduced and read again, over a
 product's result, or over values between several primitives.

@@ -52,7 +52,7 @@ class Leaf(NamedTuple):
 
 
 class Expressed(NamedTuple):
-    """What a region computes.
+    """The expression that a region computes.
 
     Attributes:
         expression: not in its canonical form.
@@ -166,7 +166,7 @@ class _Expressing:
         return node not in self.inside and node not in self.plain
 
     def _needs(self, node: Node, rows: Shape, labels: Labels) -> list[tuple[Node, Shape, Labels]]:
-        """What a value is computed from, with labels."""
+        """The inputs of a value, with labels."""
         if node.op == "constant" or self._is_leaf(node):
             return []
         if node.op in ("primitive", "cast"):

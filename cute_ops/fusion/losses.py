@@ -132,7 +132,7 @@ def _of_one_hot(node: Node, soft: _SoftRow, labels: Node, y: Node, exact: bool) 
 
 
 def _following(pick: Node) -> Iterator[Node]:
-    """What is computed from a picked element, nearest first."""
+    """The values computed from a picked element, nearest first."""
     waiting, seen = [pick], {pick}
     for node in waiting:
         if len(seen) > MOST:
@@ -263,7 +263,7 @@ def _logits_of(node: Node, exact: bool) -> Node | None:
 
 
 class _Logits(NamedTuple):
-    """What logits are computed from.
+    """The input that logits are computed from.
 
     Attributes:
         value: that.
@@ -310,7 +310,7 @@ def _with_head(
 
 
 def _step_back(graph: Graph, logits: _Logits, live: set[Node]) -> _Logits | None:
-    """What the value is computed from; None if no head's loss has that step."""
+    """The input of a value's step; None if no head's loss has that step."""
     value, before = logits.value, logits._replace(reader=logits.value)
     if logits.bias is None:
         capped = None if logits.cap or logits.scale != 1 else _capped(graph, value, live)

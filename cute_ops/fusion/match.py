@@ -1,4 +1,4 @@
-"""What an expression's text equals: an op of ours, and which operand is which of its arguments.
+"""The op of ours that an expression's text equals, and which operand is which of its arguments.
 
 Each meaning is a Python function in array-API style, as a user would write it. Its canonical text with holes is the
 key of a table, so that finding a meaning takes one look-up however many there are.

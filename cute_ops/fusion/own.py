@@ -87,7 +87,7 @@ _HOW: dict[str, Callable[[float], float]] = {
 
 
 class Meanings:
-    """What ops of users mean, by canonical text.
+    """Ops of users, by the canonical text of what they compute.
 
     Args:
         ops: ops, or :class:`Own` where an op's reference does not say what it means.

@@ -111,7 +111,7 @@ def _last_views(live: Sequence[Node], soft: set[Node], leader: Callable[[Node], 
 
 
 class Facts:
-    """What a node's own shape does not tell.
+    """Facts on a node that its own shape does not tell.
 
     Attributes:
         rowlike: values of a row without its last dim: of a reduction that does not keep it.

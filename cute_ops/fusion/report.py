@@ -1,4 +1,4 @@
-"""What recognition found in a program, as a table."""
+"""The regions found in a program, as a table."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Entry(NamedTuple):
 
 
 class Report(list[Entry]):
-    """What was found, with ``print`` as lines, with ``rich.print`` as a table.
+    """The regions found, with ``print`` as lines, with ``rich.print`` as a table.
 
     Attributes:
         name: the function.

@@ -1,4 +1,4 @@
-"""What is done to the scores of an attention before the softmax: scale, soft cap, masks, or an expression of them."""
+"""Steps from an attention's scores to its softmax: scale, soft cap, masks, or an expression of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Known = Callable[[Node], "np.ndarray[Any, Any] | None"]
 
 
 class Scores(NamedTuple):
-    """What is done to ``q @ k.T`` before the softmax.
+    """The steps from ``q @ k.T`` to the softmax.
 
     Attributes:
         scale, softcap, left, right: as attributes of ``attention``; 0 and -1 where there is none.
@@ -140,7 +140,7 @@ class Masks:
         self.found, self.of_query, self.known = found, of_query, known
 
     def scores(self, z: int, acc: int, sizes: tuple[int, int]) -> Scores:
-        """What is done to the scores.
+        """The steps from the scores to the softmax.
 
         Args:
             z: the node whose softmax is taken.

@@ -1,4 +1,4 @@
-"""What declarations of batched products share. Each example has its own matrices, ``*b n k``, and its own vectors."""
+"""Parts that declarations of batched products share. Each example has matrices, ``*b n k``, and vectors of its own."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ def shaped(op: Op, rows: int, n: int, dtype: str, layout: str, **dtypes: str) ->
 
 
 def place(tensor: Any, array: np.ndarray, layout: str) -> Place:
-    """Where an input lies. ``off``: one element past 16 bytes; ``apart``: and rows a vector and an element apart;
+    """The place of an input. ``off``: one element past 16 bytes; ``apart``: and rows a vector and an element apart;
     ``spaced``: rows on vectors, more than their length apart.
     """
     size = array.dtype.itemsize
@@ -178,7 +178,7 @@ def run(call: Call, watched: bool = False) -> tuple[np.ndarray | None, ...]:
 
 
 class _Bytes(NamedTuple):
-    """Where a tensor's elements are in the interpreter's memory."""
+    """The place of a tensor's elements in the interpreter's memory."""
 
     start: int
     size: int

@@ -1,1 +1,1 @@
-"""What the command line runs on ops and machines: the command itself, doctor, verify, sweep, machine code."""
+"""Tools of the command line for ops and machines: the command itself, doctor, verify, sweep, machine code."""

@@ -20,7 +20,7 @@ _USAGE = re.compile(r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL
 
 
 class Resources(NamedTuple):
-    """What a kernel of a cubin uses: registers per thread; bytes of stack, static shared memory and local memory."""
+    """Resources of a cubin's kernel: registers a thread; bytes of stack, static shared memory and local memory."""
 
     kernel: str
     registers: int

@@ -57,7 +57,7 @@ class SweepCall(NamedTuple):
 
 
 class BufferView(NamedTuple):
-    """Where an input lies in a buffer of its own, in elements. The buffer ends with the input's last element.
+    """The place of an input in a buffer of its own, in elements. The buffer ends with the input's last element.
 
     Args:
         size: elements of the buffer.
@@ -71,7 +71,7 @@ class BufferView(NamedTuple):
 
 
 def place(tensor: Tensor, array: Array, base: str) -> BufferView:
-    """Where an input lies in a layout of :data:`BASES`."""
+    """The place of an input in a layout of :data:`BASES`."""
     shape, off = array.shape, int(base in ("shifted", "slices"))
     strides = compact(shape)
     if base in ("strided", "slices") and tensor.rows:

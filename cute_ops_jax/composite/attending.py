@@ -1,4 +1,4 @@
-"""What JAX does with the arrays of :class:`cute_ops.composite.attention.Attention`."""
+"""JAX's functions on the arrays of :class:`cute_ops.composite.attention.Attention`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What JAX does with the arrays of :class:`cute_ops.composite.products.Products`."""
+"""JAX's functions on the arrays of :class:`cute_ops.composite.products.Products`."""
 
 from __future__ import annotations
 

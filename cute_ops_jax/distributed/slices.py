@@ -172,7 +172,7 @@ def spread(arrays: Arrays, axes: Axes) -> dict[str, Any]:
 
 
 def _place(tensor: Tensor, dim: str) -> int:
-    """Where a tensor has a dim, counted from its end; 0 where it has none."""
+    """The position of a tensor's dim, counted from its end; 0 if it has none."""
     return next((i - len(tensor.dims) for i, d in enumerate(tensor.dims) if d.name == dim), 0)
 
 

@@ -1,4 +1,4 @@
-"""What JAX knows of the mesh while it traces: which axes are manual, and over which axes a value varies.
+"""The mesh while JAX traces: which axes are manual, and over which axes a value varies.
 
 In a ``shard_map`` with replication checks (``check_vma``) the type of a value names the mesh axes that it varies over.
 A value that varies over fewer axes is the same on the devices along the others.

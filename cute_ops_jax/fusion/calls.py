@@ -1,4 +1,4 @@
-"""What runs in place of an expression that was found: an op, or a product with an epilogue."""
+"""Replacements of the expressions that were found: an op, or a product with an epilogue."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MOST_OPERANDS = 24
 
 
 def call_of(found: Found, choice: Choice) -> Call:
-    """What runs in place of an expression. Of ``linear`` the product's leaf is a pair: x and the weight.
+    """The replacement of an expression. Of ``linear`` the product's leaf is a pair: x and the weight.
 
     Raises:
         TypeError: the expression, or its derivative, is too large.
@@ -72,7 +72,7 @@ def _specs(found: Found, choice: Choice) -> Any:
 
 
 def call_of_named(found: Named) -> Call:
-    """What runs in place of a rotation or of a loss."""
+    """The replacement of a rotation or of a loss."""
     named, run = found.named, _NAMED[found.named.op]
 
     def call(arrays: Sequence[Any]) -> list[Any]:

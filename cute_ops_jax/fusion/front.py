@@ -49,7 +49,7 @@ class Step(NamedTuple):
 
 
 class Value:
-    """What a variable of the program stands for; numbers stand for themselves.
+    """The node of a variable of the program; numbers stand for themselves.
 
     Attributes:
         node: its node in the graph, which equal values share.

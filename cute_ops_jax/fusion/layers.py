@@ -1,4 +1,4 @@
-"""What runs in place of a part of a layer, which several expressions and products make up."""
+"""Replacements of a part of a layer, which several expressions and products make up."""
 
 from __future__ import annotations
 

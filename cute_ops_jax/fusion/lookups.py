@@ -21,7 +21,7 @@ Lookup = Callable[[Sequence[Any]], list[Any]]
 
 
 def lookup_of(equation: JaxprEqn) -> Lookup | None:
-    """What runs in place of an equation that looks up several rows of a table; None of any other."""
+    """The replacement of an equation that looks up several rows of a table; None for any other."""
     if equation.primitive.name != "gather":
         return None
     table, index, out = (cast(Any, v.aval) for v in (*equation.invars, *equation.outvars))

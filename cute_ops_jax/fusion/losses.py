@@ -1,4 +1,4 @@
-"""What runs in place of a cross entropy, and what it gives for targets that are no class.
+"""Replacements of a cross entropy, and their results for targets that are no class.
 
 For such a target our ops give NaN and no gradient, where JAX's gathers and one-hot rows give numbers and gradients in
 ways of their own. So our op runs if all rows have a class or are masked; else JAX computes the losses, some rows at a
@@ -194,7 +194,7 @@ def _are_ignored(outside: str, of: str, attrs: dict[str, float]) -> bool:
 
 
 def _chosen(fine: Any, ours: Callable[..., Any], careful: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
-    """What our op gives if all rows are fine, else what JAX computes, on explicit meshes placed as our op's."""
+    """The results of our op if all rows are fine, else JAX's, on explicit meshes placed as our op's."""
     if fine is None:
         return ours(*operands)
 

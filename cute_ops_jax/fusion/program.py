@@ -236,7 +236,7 @@ class Program:
             yield unit
 
     def _unit(self, value: Any) -> Any:
-        """What makes a value; None of inputs, constants and numbers."""
+        """The equation that makes a value; None for inputs, constants and numbers."""
         if not isinstance(value, Value):
             return None
         return self._replaced.get(value.node, value.step)

@@ -11,7 +11,7 @@ from cute_ops_jax.fusion.program import Program
 
 
 def report_of(program: Program, name: str) -> Report:
-    """What was found in a program, what became of it, and the equations that no expression says."""
+    """The regions of a program, their replacements, and the equations that no expression says."""
     return Report(name, _entries(program, ""))
 
 

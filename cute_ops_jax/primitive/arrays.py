@@ -65,7 +65,7 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def wrong_array(value: Any) -> str:
-    """What is wrong with a value that is to be an array: ``one array, got BCOO``; empty if JAX makes one of it."""
+    """The error text for a value that is to be an array: ``one array, got BCOO``; empty if JAX makes one of it."""
     came = _no_array(value)
     return came and f"one array, got {came}"
 

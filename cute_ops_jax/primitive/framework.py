@@ -1,4 +1,4 @@
-"""What JAX offers to the programs of composites: see :class:`cute_ops.declaration.program.Program`."""
+"""JAX's functions for the programs of composites: see :class:`cute_ops.declaration.program.Program`."""
 
 from __future__ import annotations
 

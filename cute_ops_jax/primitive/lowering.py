@@ -1,4 +1,4 @@
-"""What a primitive is lowered to: the op's reference, or on CUDA the compiled kernel as an FFI call.
+"""Lowering of a primitive: to the op's reference, or on CUDA the compiled kernel as an FFI call.
 
 JAX traces both bodies when it lowers a program, so a kernel is compiled and loaded before the program that calls it
 exists.

@@ -30,7 +30,7 @@ Saved = tuple[Arrays, jax.Array | None]
 
 
 class StaticCall(NamedTuple):
-    """What is static in a call.
+    """The static part of a call.
 
     Attributes:
         names: the inputs that are present.

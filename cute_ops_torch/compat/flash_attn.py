@@ -297,7 +297,7 @@ def _check_together(
 def _slots(
     seqlens: Tensor, new: int, size: int, block_table: Tensor | None, cache_batch_idx: Tensor | None
 ) -> Tensor:  # fmt: skip
-    """Where new tokens of each sequence go: the number of a slot of the cache."""
+    """The slots of the cache for the new tokens of each sequence."""
     places = seqlens[:, None] + torch.arange(new, device=seqlens.device)  # (batch, new)
     if block_table is None:
         return _rows(cache_batch_idx, places)[:, None] * size + places

@@ -100,7 +100,7 @@ def _completed(
     found: tuple[Tensor, ...], target: Tensor, z: tuple[float, bool], asked: tuple[bool, bool, bool], *,
     ignore_index: int, reduction: str, scaled: bool = False,
 ) -> Any:  # fmt: skip
-    """What is asked for beside the loss.
+    """The results that are asked for beside the loss.
 
     Args:
         found: loss, lse, log probability and prediction, as :func:`cute_ops_torch.cross_entropy_metrics` returns them.

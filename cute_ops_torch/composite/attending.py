@@ -1,4 +1,4 @@
-"""What torch does with the arrays of :class:`cute_ops.composite.attention.Attention`."""
+"""Torch's functions on the arrays of :class:`cute_ops.composite.attention.Attention`."""
 
 from __future__ import annotations
 

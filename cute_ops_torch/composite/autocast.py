@@ -1,4 +1,4 @@
-"""What autocast does with the operands of products, as torch's own products have it."""
+"""Casts of the operands of products under autocast, as torch's own products have them."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def captured() -> str:
 
 
 def problem() -> str:
-    """What the last capture found wrong; else empty."""
+    """The fault that the last capture found; else empty."""
     return _problem
 
 

@@ -1,4 +1,4 @@
-"""What torch.compile knows while it traces: functions that it calls once, numbers, and ops."""
+"""Constants for torch.compile while it traces: functions that it calls once, numbers, and ops."""
 
 from __future__ import annotations
 

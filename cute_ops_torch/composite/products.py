@@ -1,4 +1,4 @@
-"""What torch does with the arrays of :class:`cute_ops.composite.products.Products`."""
+"""Torch's functions on the arrays of :class:`cute_ops.composite.products.Products`."""
 
 from __future__ import annotations
 

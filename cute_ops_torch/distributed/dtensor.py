@@ -357,7 +357,7 @@ class CallPlacements:
         return sizes
 
     def wrap_outputs(self, raw: Any) -> Any:
-        """What the op returns, from this rank's slices of it.
+        """The op's results, from this rank's slices of them.
 
         The first call lets torch check and describe the outputs; others, which are like it, share the descriptions.
         """

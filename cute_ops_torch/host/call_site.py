@@ -13,7 +13,7 @@ from cute_ops_torch.host.launch import Launcher
 
 
 class CallSite(NamedTuple):
-    """What all calls from one place in a compiled graph have in common.
+    """The state that all calls from one place in a compiled graph share.
 
     Attributes:
         given: names of the inputs that are not None.

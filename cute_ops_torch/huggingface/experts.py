@@ -28,7 +28,7 @@ _APPROXIMATE = {"gelu": "none", "gelu_tanh": "tanh"}
 
 
 def _run(home: Any, experts: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """What experts give for tokens ``x``, each for the experts that ``index`` names, times ``weights``.
+    """The outputs of experts for tokens ``x``, each for the experts that ``index`` names, times ``weights``.
 
     Args:
         home: Hugging Face's module of such functions.

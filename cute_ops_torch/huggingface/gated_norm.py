@@ -42,7 +42,7 @@ class _Meaning(NamedTuple):
 
 
 def replacement_of(module: nn.Module) -> Replacement | None:
-    """What replaces a module without children whose ``forward`` takes two tensors; None where no expression does."""
+    """Replacement of a module without children whose ``forward`` takes two tensors; None where no expression fits."""
     sizes = {tuple(t.shape) for t in (*module.parameters(), *module.buffers())}
     forward = innermost(type(module).forward)
     size = sizes.pop() if len(sizes) == 1 else ()

@@ -18,7 +18,7 @@ Tensor = torch.Tensor
 
 
 class Caps(NamedTuple):
-    """What happens to a head's product: ``softcap * tanh(scale * product / softcap)``; without a cap ``scale *
+    """The steps after a head's product: ``softcap * tanh(scale * product / softcap)``; without a cap ``scale *
     product``.
     """
 
@@ -45,7 +45,7 @@ class Lazy:
         return self._computed is not None
 
     def narrow(self) -> Tensor:
-        """What has been put off."""
+        """The deferred product, computed once."""
         if self._computed is None:
             self._computed = self._compute()
         return self._computed

@@ -41,7 +41,7 @@ class LazyNorm(Lazy):
 
     @property
     def weight(self) -> Tensor:
-        """What normalised heads are multiplied by."""
+        """The factor of normalised heads."""
         weight, offset = self.made.weight, self.made.offset
         assert weight is not None  # norms without one are not lazy
         return weight.float() + offset if offset else weight

@@ -297,7 +297,7 @@ def _loss_of_logits(
 
 
 def _next_tokens(labels: Tensor, shift_labels: Tensor | None, ignore_index: int, hidden: Tensor) -> Tensor:
-    """What each position predicts."""
+    """The label that each position predicts."""
     if shift_labels is None:
         shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:].contiguous()
     # In the leading shape of the hidden states: flat rows of a sharded sequence would have to be gathered.

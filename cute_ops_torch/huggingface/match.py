@@ -1,4 +1,4 @@
-"""What ``patch`` replaces: modules recognised by the source of their ``forward``, not by the names of their classes.
+"""Modules that ``patch`` replaces, recognised by the source of their ``forward``, not by the names of their classes.
 
 Other models of the same build (Mistral, Qwen) match too; a future version that computes something else does not. A new
 ``forward`` runs beneath the decorators of the one that it replaces, whatever they do.

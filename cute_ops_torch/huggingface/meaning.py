@@ -41,7 +41,7 @@ _known: dict[Any, Replacement | None] = {}
 
 
 class Meaning(NamedTuple):
-    """What a module computes.
+    """The expression that a module computes.
 
     Attributes:
         op: the op's name.
@@ -58,7 +58,7 @@ class Meaning(NamedTuple):
 
 
 def replacement_of(module: nn.Module) -> Replacement | None:
-    """What replaces a module by its meaning; None where no op of ours has it."""
+    """The replacement of a module by its meaning; None where no op of ours has it."""
     shape = _shape(module)
     if shape is None or not _takes_one(type(module).forward) or reads_more(module):
         return None
@@ -232,7 +232,7 @@ def _of_mlp(gates: list[Found], output: Node, places: Mapping[Node, str], layers
 
 
 def _input(layer: Node) -> Node:
-    """What a linear layer reads, of its output."""
+    """The input of the linear layer with this output."""
     product = layer if layer.op == "contract" else next(arg for arg in layer.args if arg.op == "contract")
     return product.args[0]
 

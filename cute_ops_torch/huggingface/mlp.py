@@ -74,7 +74,7 @@ def _gelu(self: nn.Module, input: torch.Tensor) -> Any:
 
 
 def _computes(activation: nn.Module) -> str | None:
-    """What calling an activation computes: SiLU, or GELU in this approximation; None: anything else."""
+    """The function that calling an activation computes: SiLU, or GELU in this approximation; None: anything else."""
     forward = type(activation).forward
     kind = _KINDS.get(forward)
     if kind is None or not calls(activation, forward):

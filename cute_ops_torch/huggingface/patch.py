@@ -171,7 +171,7 @@ def unpatch(model: nn.Module) -> None:
 
 
 def _report(model: nn.Module, ops: Mapping[str, Sequence[str]], unwanted: list[Replaced]) -> Patched:
-    """What was done to the modules of a model, and a warning if what matters most was not."""
+    """The report on the modules of a model, and a warning if those that matter most stayed."""
     replaced = [Replaced(name, op) for name, own in ops.items() for op in own]
     found = Patched(type(model).__name__, replaced, find_left(model, ops, unwanted))
     kept = [each for each in found.left if each.kind in ("loss", "norm") and each.reason != UNWANTED]
@@ -225,7 +225,7 @@ def _matching(module: nn.Module, model: nn.Module, logits: bool) -> list[Replace
 
 
 def _first(module: nn.Module, model: nn.Module, logits: bool) -> Replacement | None:
-    """What replaces the ``forward`` of a module: the first that knows it, by its source or by its meaning."""
+    """The replacement of a module's ``forward``: the first that knows it, by its source or by its meaning."""
     known = (*_REPLACEMENTS, *(loss.WITH_LOGITS if logits else loss.REPLACEMENTS))
     first = next((each for each in known if each.matches(module, model)), None)
     return first or plain_mlp.replacement_of(module) or gated_norm.replacement_of(module) or replacement_of(module)

@@ -77,7 +77,7 @@ def _is_conv1d(layer: Any) -> bool:
 
 
 def replacement_of(module: nn.Module) -> Replacement | None:
-    """What replaces a module whose ``forward`` has an MLP's statements; None of any other module."""
+    """The replacement of a module whose ``forward`` has an MLP's statements; None of any other module."""
     forward = innermost(type(module).forward)
     for steps in steps_of(forward):
         if (layers := _layers_of(module, steps)) is not None:
@@ -93,7 +93,7 @@ def _replacement(forward: Any, steps: tuple[Step, ...], layers: Layers) -> Repla
 
 
 def run(module: nn.Module, layers: Layers, x: Tensor) -> Tensor | None:
-    """What the MLP of a module gives for ``x``; None where the statements of its ``forward`` are to run."""
+    """The output of a module's MLP for ``x``; None where the statements of its ``forward`` are to run."""
     if not is_plain(x) or any(_drops(module, step) for step in layers.dropout):
         return None
     parts = module._modules
@@ -139,7 +139,7 @@ def _parameters(layer: Any) -> tuple[Tensor, Tensor | None, bool] | None:
 
 
 def activation_of(act: Any) -> str | None:
-    """What calling an activation computes, as :func:`mlp` calls it; None: nothing that it knows."""
+    """The function that calling an activation computes, as :func:`mlp` calls it; None: nothing that it knows."""
     kind: Any = type(act)
     original = getattr(kind, "_cute_original", kind)
     name = _ACTIVATIONS.get(getattr(original, "forward", None))  # type: ignore[arg-type]
@@ -163,7 +163,7 @@ def learn(act: nn.Module) -> str | None:
 
 
 def _written_out(act: nn.Module) -> str | None:
-    """What an activation without attributes, whose source is not known, computes."""
+    """The function of an activation without attributes whose source is not known."""
     own = any(key not in vars(nn.Module()) and not key.startswith("_") for key in vars(act))
     holds = any(True for each in (act.parameters(), act.buffers(), act.children()) for _ in each)
     if own or holds or type(act).forward.__module__.startswith("torch."):

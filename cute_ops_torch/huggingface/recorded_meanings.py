@@ -1,4 +1,4 @@
-"""What modules compute, kept on disk: a trace takes up to a second, and the next process needs it again.
+"""Meanings of modules, kept on disk: a trace takes up to a second, and the next process needs it again.
 
 A file's name is a digest of all that a trace depends on: the sources of the module's classes and functions, its
 attributes, and the versions. What a file says is no more than a guess, which the caller compares with the original.

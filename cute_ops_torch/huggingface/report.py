@@ -1,4 +1,4 @@
-"""What ``patch`` did to a model: a list of what it replaced, which also says what it left and why."""
+"""The report of ``patch``: a list of the modules that it replaced, which also says what it left and why."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Left(NamedTuple):
 
 
 class Patched(list[Replaced]):
-    """What :func:`patch` replaced, in the model's order; printed, a table of what it replaced and what it left.
+    """The modules that :func:`patch` replaced, in the model's order; printed, a table of these and of those left.
 
     Attributes:
         model: the name of the model's class.
@@ -45,7 +45,7 @@ class Patched(list[Replaced]):
 
     @property
     def replaced(self) -> list[Replaced]:
-        """What was replaced, as a plain list."""
+        """The replaced modules, as a plain list."""
         return list(self)
 
     def __str__(self) -> str:

@@ -29,7 +29,7 @@ _SIGNED = "_cute_sum"
 
 
 class Norm(NamedTuple):
-    """What a norm computes.
+    """A norm: the op and its parameters.
 
     Attributes:
         op: ``"rmsnorm"`` or ``"layernorm"``.

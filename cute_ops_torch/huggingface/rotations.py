@@ -1,4 +1,4 @@
-"""What a function that rotates queries and keys computes, found by running it once on random numbers.
+"""The rotation that a function of queries and keys computes, found by running it once on random numbers.
 
 Families write ``apply_rotary_pos_emb`` in many ways: by halves or by neighbours, of some columns or of all, with
 tables that hold each angle twice or once, in the dtype of the heads or in float32. All are our ``rope`` with some
@@ -57,7 +57,7 @@ class Rotation(NamedTuple):
 
 @cache
 def rotation_of(function: Any, tables: str) -> Rotation | None:
-    """What a function of queries, keys and two tables computes; None if that is no rotation of ours.
+    """The rotation that a function of queries, keys and two tables computes; None if it is none of ours.
 
     Args:
         function: ``function(q, k, cos, sin)``, perhaps with ``unsqueeze_dim``.

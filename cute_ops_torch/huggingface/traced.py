@@ -1,4 +1,4 @@
-"""What replaced ``forward``s find out while torch.compile traces them: versions of tensors, and who reads a sum.
+"""Facts that replaced ``forward``s need while torch.compile traces them: versions of tensors, and who reads a sum.
 
 Code that calls these functions is traced, but they run: Dynamo calls them (``torch._dynamo.comptime``) with the
 variables of that code. So they see the tensors that stand for real ones, and the modules themselves.

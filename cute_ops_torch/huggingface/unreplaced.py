@@ -1,4 +1,4 @@
-"""What ``patch`` leaves: modules that do what its ops are for, by their role in the model, and why each is left."""
+"""Modules that ``patch`` leaves although its ops are for them, by their role in the model, and why each is left."""
 
 from __future__ import annotations
 

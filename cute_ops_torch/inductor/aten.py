@@ -95,7 +95,7 @@ class AtenFront(Front):
         return super()._translated(node, value) if flat is None else flat
 
     def _flattened(self, node: Node, name: str, value: Any) -> Value | None:
-        """What functions of elements and sums of rows compute, as rows of one matrix; None of other values."""
+        """The expression of functions of elements and sums of rows, as rows of one matrix; None of other values."""
         if not isinstance(value, torch.Tensor) or value.ndim < 3 or value.shape[-1] == 1:
             return None
         joined = math.prod(value.shape[:-1])

@@ -1,4 +1,4 @@
-"""What an expression that was found in a graph becomes: an op of ours, or Inductor's code as without us.
+"""The replacement of an expression that was found in a graph: an op of ours, or Inductor's own code.
 
 Row reductions become ops, which read and write each tensor once. Of a product with an epilogue the model of cycles
 expects the times of our kernel and of the framework's product followed by a pass; ours must be shorter. Pointwise
@@ -143,7 +143,7 @@ def _gain(op: Op, tensors: Sequence[torch.Tensor | None], attrs: Sequence[Any]) 
 
 
 def target_of(device: torch.device) -> target.Target | None:
-    """What kernels run on; None on a CPU."""
+    """The GPU that kernels run on; None on a CPU."""
     return target.of_device(device.index or 0) if device.type == "cuda" else None
 
 

@@ -49,7 +49,7 @@ _entries: list[Entry] = []
 
 
 class Enabled:
-    """What :func:`enable` returns: as a context manager it ends with a call of :func:`disable`."""
+    """The result of :func:`enable`: as a context manager it ends with a call of :func:`disable`."""
 
     def __enter__(self) -> Enabled:
         return self
@@ -144,7 +144,7 @@ def disable() -> None:
 
 
 def report() -> Report:
-    """What was found in all graphs since :func:`enable`: every product and region, what it became, or why it stays.
+    """The report on all graphs since :func:`enable`: every product and region, what it became, or why it stays.
 
     ``print`` shows a table. A graph that is compiled again, for other shapes, counts again.
     """

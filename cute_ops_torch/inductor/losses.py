@@ -56,7 +56,7 @@ def replace_loss(graph: Graph, node: Any, names: Collection[str], keeps_logits: 
 
 
 def _other_reader(loss: Any, logits: Any) -> str:
-    """What else reads the output of a linear layer that makes logits; empty where nothing does, or there is none."""
+    """Other readers of the output of a linear layer that makes logits; empty if there are none."""
     source, reader, found, sliced = logits, loss, "", False
     while isinstance(source, Node) and (value := value_of(source)) is not None:
         for user in source.users:

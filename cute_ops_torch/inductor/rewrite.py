@@ -81,7 +81,7 @@ class Part(NamedTuple):
 
 
 class Rewritten(NamedTuple):
-    """What became of a graph.
+    """The result of the pass on a graph.
 
     Attributes:
         parts: the expressions that were found.
@@ -134,7 +134,7 @@ Chosen = tuple[Analysis, Layers[Choice], Expressions[Choice], dict[Value, str]]
 
 
 def chosen_in(front: Reading, choosing: Choosing, exact: bool) -> Chosen:
-    """What is found in a graph, and what it is to become."""
+    """The regions found in a graph, and their replacements."""
 
     def layer(found: Composite) -> Choice:
         return choosing.choose_composite(found, front.device_of(found.roots[0]))
@@ -278,7 +278,7 @@ class Rewriting:
 
 
 def operands_of(found: Found | Composite, choice: Choice) -> Iterable[Value]:
-    """What a part reads; of a product that it computes, the product's operands."""
+    """The inputs of a part; for a product that it computes, the product's operands."""
     if isinstance(found, Composite):
         yield from found.operands.values()
         return

@@ -25,7 +25,7 @@ _resolver = cache(resolver)
 
 
 def run(program: Program, binding: Binding, tensors: Tensors, call: Callable[..., Any]) -> tuple[Any, ...]:
-    """What a program returns for a call, in declared order; it runs other ops by ``call``."""
+    """The results of a program for a call, in declared order; it runs other ops by ``call``."""
     op = binding.op
     with torch._C._DisableAutocast():  # the declaration says which dtypes there are
         found = program.run(framework, call, dict(zip(op.inputs, tensors, strict=True)), binding.attrs)

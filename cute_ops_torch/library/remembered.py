@@ -1,4 +1,4 @@
-"""What is remembered of earlier calls. Forgetting one costs a bind and a plan, no compile."""
+"""Plans and guards remembered from earlier calls. Forgetting one costs a bind and a plan, no compile."""
 
 from __future__ import annotations
 

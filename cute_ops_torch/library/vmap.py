@@ -159,7 +159,7 @@ class _Info(NamedTuple):
 
 
 def _by_program(op: Op, given: Sequence[Any], attrs: Sequence[Any], define: Callable[[Op], Any]) -> Any:
-    """What the rule of a composite returns: its program runs with the rules of the ops that it calls."""
+    """The results of a composite's rule: its program runs with the rules of the ops that it calls."""
     assert op.program is not None
     first = next(t.tensor for t in given if isinstance(t, Examples))
 

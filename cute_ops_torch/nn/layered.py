@@ -1,4 +1,4 @@
-"""What modules share that follow a row of :data:`cute_ops.composite.layers.LAYERS`."""
+"""Base class of modules that follow a row of :data:`cute_ops.composite.layers.LAYERS`."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What the command line runs for PyTorch: doctor, runner, measurer, stubs."""
+"""Tools of the command line for PyTorch: doctor, runner, measurer, stubs."""

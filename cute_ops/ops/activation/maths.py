@@ -1,4 +1,4 @@
-"""What declarations of activations share, as expressions."""
+"""Expressions that declarations of activations share."""
 
 from __future__ import annotations
 

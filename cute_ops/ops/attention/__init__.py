@@ -1,1 +1,1 @@
-"""What surrounds attention: its caches of keys and values."""
+"""Attention, and its caches of keys and values."""

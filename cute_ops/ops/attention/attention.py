@@ -216,7 +216,7 @@ def check(binding: Binding) -> str | None:
 
 
 def check_sizes(dims: Mapping[str, Any], attrs: Mapping[str, Any]) -> str | None:
-    """What is wrong with heads and attributes."""
+    """The error text for heads and attributes; empty if they are right."""
     for name in ("d", "e"):
         if not 16 <= dims[name] <= 256 or dims[name] % 16:
             return f"a head has 16, 32 ... 256 elements, got {name}={dims[name]}."

@@ -33,7 +33,7 @@ _TAKEN = re.compile(
 
 
 class Form(NamedTuple):
-    """What kind of call an op is for.
+    """The kind of call that an op is for.
 
     Attributes:
         declare: ``declare(name, own)``: makes the op.

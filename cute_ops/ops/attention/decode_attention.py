@@ -139,7 +139,7 @@ def check(binding: Binding) -> str | None:
 
 
 def wrong_dtypes(binding: Binding) -> str:
-    """What is wrong with the dtype of caches, or with scales of caches in that dtype; "" if nothing is."""
+    """The error text for caches of an unsupported dtype, or for their scales; empty if both are right."""
     q, caches = binding.dtypes["T"], binding.dtypes["C"]
     if caches not in (q, FP8):
         return f"caches are in the dtype of q or in {FP8}, got {caches} for q in {q}."
@@ -149,7 +149,7 @@ def wrong_dtypes(binding: Binding) -> str:
 
 
 def wrong_batch(binding: Binding) -> str:
-    """What is wrong with the number of contiguous caches; "" if nothing is, or if caches have pages."""
+    """The error text for the number of contiguous caches; empty if it is right, or if caches have pages."""
     dims = binding.dims
     if binding.inputs["page_table"] is not None or dims["p"] == dims["b"]:
         return ""

@@ -1,4 +1,4 @@
-"""What is done to scores: masks and changes of them as expressions, for references and kernels.
+"""Masks and changes of scores as expressions, for references and kernels.
 
 A function of a score and its coordinates (:mod:`cute_ops.mods`) is traced to a :class:`Mod`, whose operands are the
 score, if it has one, ``batch``, ``head``, ``q`` and ``k``, their sizes, and what it reads of captured arrays.

@@ -144,7 +144,7 @@ def readable(name: str) -> str:
 
 
 def digest(*parts: str) -> str:
-    """What an op's name ends in."""
+    """The suffix of an op's name."""
     return hashlib.sha256("; ".join(parts).encode()).hexdigest()[:12]
 
 

@@ -42,7 +42,7 @@ Made = TypeVar("Made")
 
 
 class Formula(NamedTuple):
-    """What a kernel computes.
+    """The computation of a kernel.
 
     Attributes:
         expression: the expression.

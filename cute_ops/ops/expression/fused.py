@@ -132,7 +132,7 @@ HEADS = (Case("odd", {"m": (3, 5), "h": 3, "n": 77}), Case("aligned", {"m": (64,
 
 
 def _check_rows(binding: Any) -> str | None:
-    """What is wrong with the rows of all examples, which kernels count in 32 bits."""
+    """The error text for too many rows of all examples, which kernels count in 32 bits."""
     dims = binding.dims
     if isinstance(dims.get("d", 1), int) and isinstance(dims["n"], int) and dims["n"] % max(dims.get("d", 1), 1):
         return f"heads have n={dims['n']} elements, expected a multiple of d={dims['d']}."

@@ -145,7 +145,7 @@ Form = Literal["one_pass", "ring", "passes"]
 
 
 class RowExpression(NamedTuple):
-    """What an expression reads and writes of each row.
+    """The operands and outputs of an expression, per row.
 
     Attributes:
         expression: the expression.
@@ -580,7 +580,7 @@ def others(rows: RowExpression, problem: Problem, flat: Config) -> Iterator[Fuse
 
 
 def needs(rows: RowExpression, problem: Problem, flat: Config) -> Needs:
-    """What a CTA takes of an SM."""
+    """The resources of an SM that a CTA takes."""
     config = FusedRowConfig.of(flat)
     if config.form == "passes":
         return Needs(config.threads, LEAST_REGISTERS)

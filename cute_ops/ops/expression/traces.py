@@ -38,7 +38,7 @@ class Traces(ByAttrs[Expression]):
         return trace(self._function, self._operands, attrs)
 
     def __getstate__(self) -> Any:
-        """What identifies it: what is computed with the defaults, and what else the function may read.
+        """The key of a function: its trace with the defaults, and all else that it may read.
 
         Raises:
             Unknown: it cannot be known what that is.

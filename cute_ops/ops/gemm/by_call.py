@@ -275,7 +275,7 @@ def _refuse(
 
 
 class _Product(NamedTuple):
-    """What a message says of a call."""
+    """The description of a call in messages."""
 
     name: str
     inputs: Mapping[str, Tensor]

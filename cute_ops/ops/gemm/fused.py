@@ -181,7 +181,7 @@ def _check_options(name: str, weight: str, save: str) -> None:
 
 
 class _Reference(NamedTuple):
-    """What an op of a product computes, in array-API style.
+    """The reference of an op of a product, in array-API style.
 
     Attributes:
         epilogue: the epilogue.
@@ -320,7 +320,7 @@ class _Product:
         return self.epilogue.workspace if self.epilogue.reduces and not self.epilogue.late else None
 
     def problem(self, binding: Binding) -> str | None:
-        """What is wrong with a call."""
+        """The error text for a call; empty if it is right."""
         late, attrs = self.epilogue.late, without_fused(binding.attrs)
         n, size = binding.dims["n"], math.lcm(*sizes(self.epilogue.expression(attrs)))
         if n % size:

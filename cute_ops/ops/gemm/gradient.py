@@ -62,13 +62,13 @@ class Forward(NamedTuple):
 
     @property
     def sources(self) -> dict[str, Tensor]:
-        """What a derivative may read: the expression's operands, cotangents, outputs."""
+        """Names that a derivative may read: the expression's operands, cotangents, outputs."""
         cotangents = {f"d{key}": tensor for key, tensor in self.outputs.items()}
         return {ACC: self.acc, **self.operands, **cotangents, **self.outputs}
 
 
 class Gradient(NamedTuple):
-    """What an op declares of its gradient.
+    """The parts of a declaration that describe the gradient.
 
     Attributes:
         steps: the ops that compute it.
@@ -120,7 +120,7 @@ def gradient(forward: Forward, save: bool) -> Gradient:
 
 
 class _Gradient:
-    """What a gradient is made of.
+    """The parts of a gradient: which operands get a cotangent, zeros or a step's output.
 
     Attributes:
         handed_on: operands whose gradient is an output's cotangent.
@@ -262,7 +262,7 @@ class _Gradient:
         return self.forward.by == "groups" or (self.forward.by == "rows" and COLUMN in [t.shape for t in tensors])
 
     def _formula(self, attrs: Attrs, wanted: tuple[str, ...]) -> Formula:
-        """What the step of these operands computes."""
+        """The expression of the step for these operands."""
         terms, sources = self.terms(attrs), self.forward.sources
         names, nodes, expression = list(sources), [i for key in wanted for i in terms.nodes(key)], terms.expression
         needed = rebuilt(expression, outputs=nodes)

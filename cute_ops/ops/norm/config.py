@@ -480,7 +480,7 @@ def _overlapped(problem: Problem, row: RowProblem, row_bytes: int) -> NormConfig
 
 
 def workspace(problem: Problem, flat: Config) -> dict[str, Array | None]:
-    """What the first kernel leaves for the second: a row of column sums per cluster, or each row's mean and rstd."""
+    """Arrays from the first kernel to the second: a row of column sums per cluster, or each row's mean and rstd."""
     config = NormConfig.of(flat)
     summed = config.form in ("persistent", "two_pass")
     shape = (_partial_sums(problem, config) if summed else 0, problem.dims["n"])
@@ -557,7 +557,7 @@ def _other_walks(problem: Problem, config: NormConfig) -> Iterator[NormConfig]:
 
 
 def needs(problem: Problem, flat: Config) -> Needs:
-    """What one CTA of this config takes of an SM at least."""
+    """The least resources of an SM that one CTA of this config takes."""
     config = NormConfig.of(flat)
     if config.form in ("one_pass", "smem", "two_pass"):
         return needs_of(problem, config)

@@ -1,4 +1,4 @@
-"""What the declarations of norms share."""
+"""Parts that the declarations of norms share."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def declare_of_sum(
 
 
 def residual_problem(binding: Binding) -> str | None:
-    """What is wrong with the residual's dtype."""
+    """The error text for the residual's dtype; empty if it is right."""
     x, residual = binding.dtypes["T"], binding.dtypes["R"]
     if residual == x or ITEMSIZE[residual] > ITEMSIZE[x]:
         return None
