@@ -183,7 +183,7 @@ def declare(
         config: the heuristic.
         more: other arguments of :class:`Op`.
     """
-    twins = any(tensor.same_as for tensor in outputs.values())
+    same = any(tensor.same_as for tensor in outputs.values())
     dtypes = {tensor.dtype: key for key, tensor in reversed(list(inputs.items()))}
 
     def reference(xp: Any, *arrays: Any, **attrs: Any) -> tuple[Any, ...]:
@@ -213,7 +213,7 @@ def declare(
 
     def of_call(problem: Problem) -> Formula:
         found = formula(problem.attrs)
-        return found.of_outputs(problem.dtypes) if twins else found
+        return found.of_outputs(problem.dtypes) if same else found
 
     def workspace(problem: Problem, config: Config) -> dict[str, Array | None]:
         written = {key: tensor for key, tensor in outputs.items() if not tensor.same_as or key in problem.dtypes}

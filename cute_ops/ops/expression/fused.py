@@ -191,7 +191,7 @@ class _Fused:
         outputs: their shapes.
         tile: the first tile among the operands; ``deciding``: those on whose dtypes outputs' dtypes depend.
         forward: gives the formula of the op by its attributes, ``backward`` that of its gradient.
-        handed_on: operands whose gradient is an output's cotangent; ``twins``: whose gradient is another operand's.
+        handed_on: operands whose gradient is an output's cotangent; ``same_as``: whose gradient is another operand's.
         saved: outputs that the gradient reads, by index.
         later: whether the gradient is derived when it is first used, where its declaration does not depend on it: of
             our own functions, whose gradients tests derive, and of which all would take 8 ms of an import.
@@ -220,10 +220,10 @@ class _Fused:
         self.output_dtypes: tuple[str, ...] = ()
         forward = self.forward(defaults)
         self.handed_on: dict[str, str] = {}
-        self.twins: dict[str, str] = {}
+        self.same_as: dict[str, str] = {}
         self.saved: tuple[int, ...] = ()
         if not attrs:  # other values of attributes may give other gradients
-            self.handed_on, self.twins = self._passed_on(forward.expression)
+            self.handed_on, self.same_as = self._passed_on(forward.expression)
             by_rows = self._backward_by_rows(forward)
             self.saved = worth_saving(forward.expression, self._computed(), sum_columns=by_rows)
 
@@ -296,9 +296,9 @@ class _Fused:
     def op(self, module: str, doc: str, grad_doc: str = "", finish: Finish | None = None) -> Op:
         """The op, of a function of this module, with its gradient."""
         read = self.operands.keys() if self.attrs else {*self.backward(defaults_of(self.attrs)).reads}
-        twins = {f"d{key}": f"d{other}" for key, other in self.twins.items()}
+        same_as = {f"d{key}": f"d{other}" for key, other in self.same_as.items()}
         written = {
-            key: tensor._replace(same_as=twins.get(key))
+            key: tensor._replace(same_as=same_as.get(key))
             for key, tensor in self.gradients.items() if key[1:] not in self.handed_on
         }  # fmt: skip
         gradient = declare(
@@ -333,11 +333,11 @@ class _Fused:
         found = differentiate(expression, [i for i, key in enumerate(names) if key in self.wanted])
         nodes, whole = found.expression.nodes, {key for key in self._tiles() if self.operands[key] == "*m n"}
         cotangents: dict[str, str] = {}
-        twins: dict[str, str] = {}
+        same_as: dict[str, str] = {}
         firsts: dict[int, str] = {}
         for addend, i in zip(found.addends, found.expression.outputs, strict=True):
             name, node = names[addend.operand], nodes[i]
-            last = len(cotangents) + len(twins) + 1 == len(self.wanted)
+            last = len(cotangents) + len(same_as) + 1 == len(self.wanted)
             if name not in whole or addend.rows or addend.columns or last:
                 continue
             source = found.sources[node.operand] if node.primitive == "operand" else None
@@ -347,8 +347,8 @@ class _Fused:
                 # Of dtypes that surely differ, or may, and a call does not tell, both are written.
                 dtypes = {self.dtypes[name], self.dtypes[first]}
                 if len(dtypes) == 1 or dtypes.isdisjoint(FLOATS):
-                    twins[name] = first
-        return cotangents, twins
+                    same_as[name] = first
+        return cotangents, same_as
 
     def _traced(self, attrs: Attrs) -> Formula:
         expression = self.expression(attrs)

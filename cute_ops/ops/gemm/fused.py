@@ -103,8 +103,8 @@ def fused_linear(
 
         def qk_norm_rope(xp, acc, norm, cos, sin, *, heads):      # those of queries and keys, before the values
             x = acc * xp.rsqrt(xp.group_mean(acc * acc, 128) + 1e-6) * norm
-            turned = x * cos + xp.rotate_half(x, 128) * sin
-            return xp.where(xp.arange(acc.shape[-1]) < 128 * heads, turned, acc)
+            rotated = x * cos + xp.rotate_half(x, 128) * sin
+            return xp.where(xp.arange(acc.shape[-1]) < 128 * heads, rotated, acc)
 
         op = fused_linear(qk_norm_rope, operands={"norm": "n", "cos": "*m 64", "sin": "*m 64"}, attrs={"heads": 40})
 

@@ -127,7 +127,7 @@ class _Gradient:
         zero: those of the operands and the product that no output depends on.
         repeated: operands that repeat themselves, which have no gradient.
         d_acc: the name of the product's gradient: ``dacc``, or the cotangent that it equals; empty where it is 0.
-        twins: operands whose gradient is computed as that of another one, or of the product.
+        same_as: operands whose gradient is computed as that of another one, or of the product.
     """
 
     def __init__(self, forward: Forward) -> None:
@@ -147,7 +147,7 @@ class _Gradient:
         # Vectors and scalars whose gradient is a sum of the product's.
         same = [key for key in known if key != ACC and first.nodes(key) == first.nodes(ACC)]
         self.like_acc = [key for key in same if not _is_tile(forward.operands[key])]
-        self.twins = self._twins(first, known)
+        self.same_as = self._same_as(first, known)
 
     def _cotangent(self, key: str, read: list[tuple[int, str]]) -> str:
         """The output whose cotangent is this operand's gradient; empty where there is none."""
@@ -159,7 +159,7 @@ class _Gradient:
                 return out
         return ""
 
-    def _twins(self, derivative: EpilogueDerivative, known: Iterable[str]) -> dict[str, str]:
+    def _same_as(self, derivative: EpilogueDerivative, known: Iterable[str]) -> dict[str, str]:
         """Operands by the first one, or the product, that has their shape and their gradient."""
         firsts: dict[tuple[str, tuple[int, ...]], str] = {}
         found: dict[str, str] = {}
@@ -183,25 +183,25 @@ class _Gradient:
         tiles = [key for key in every if _is_tile(self.forward.sources[key])]
         if not tiles or self.forward.by != "elements":
             return tuple(tiles)
-        beside, found = {*self.zero, *self.handed_on, *self.twins}, tiles
+        beside, found = {*self.zero, *self.handed_on, *self.same_as}, tiles
         for key, tensor in self.operands.items():
-            together = self._with_twins(key)
+            together = self._with_same(key)
             if key not in beside and tensor.shape in ("n", "2n") and len(found) + len(together) <= MOST_SKIPPABLE:
                 found = [*found, *together]
         return tuple(found)
 
-    def _with_twins(self, key: str) -> tuple[str, ...]:
-        return (key, *(twin for twin, other in self.twins.items() if other == key))
+    def _with_same(self, key: str) -> tuple[str, ...]:
+        return (key, *(each for each, other in self.same_as.items() if other == key))
 
     def vectors(self, first: Collection[str]) -> list[Op]:
-        """A step for each vector or scalar that is not among the first, and its twins."""
+        """A step for each vector or scalar that is not among the first, and those with the same gradient."""
         given = self.operands.items()
-        beside = {*self.zero, *first, *self.twins}
+        beside = {*self.zero, *first, *self.same_as}
         names = [key for key, tensor in given if not _is_tile(tensor) and key not in beside]
         return [
             self.of_acc(every) if key in self.like_acc else self.step(f"{self.forward.name}_bwd_{key}", every)
             for key in names
-            for every in [self._with_twins(key)]
+            for every in [self._with_same(key)]
         ]
 
     def step(self, name: str, wanted: tuple[str, ...]) -> Op:
@@ -213,11 +213,11 @@ class _Gradient:
             f"d{key}": forward.acc._replace(dtype="T", hidden=False) if key == ACC else forward.operands[key]
             for key in wanted
         }
-        twins = {f"d{key}": f"d{self.twins[key]}" for key in wanted if self.twins.get(key) in wanted}
+        same_as = {f"d{key}": f"d{self.same_as[key]}" for key in wanted if self.same_as.get(key) in wanted}
         if 1 < len(wanted) <= MOST_SKIPPABLE:
-            serving = set(twins.values())
+            serving = set(same_as.values())
             outputs = {key: tensor._replace(skippable=key not in serving) for key, tensor in outputs.items()}
-        outputs = {key: tensor._replace(same_as=twins.get(key)) for key, tensor in outputs.items()}
+        outputs = {key: tensor._replace(same_as=same_as.get(key)) for key, tensor in outputs.items()}
 
         def narrow(name: str, left: tuple[str, ...]) -> Op:
             return self.step(name, tuple(key.removeprefix("d") for key in left))
@@ -241,14 +241,14 @@ class _Gradient:
         return inputs | {key: inputs[key]._replace(otherwise="copy") for key in inputs if key in forward.operands}
 
     def of_acc(self, wanted: tuple[str, ...]) -> Op:
-        """The op that sums up the product's gradient to that of a vector or a scalar, and of its twins."""
-        forward, (first, *twins) = self.forward, wanted
+        """The op that sums up the product's gradient to that of a vector or a scalar, and of those that share it."""
+        forward, (first, *same_as) = self.forward, wanted
         given = {key: t._replace(shape=t.shape.replace("2n", "n")) for key in wanted for t in [forward.operands[key]]}
         graph = Graph([SHAPES["*m n"]])
         expression, kind = graph.finish([graph.operand(0)] * len(wanted)), SHAPES[shape_of(given[first].shape)].kind
         writes = tuple(f"d{key}" for key in wanted)
         formula = Formula(expression, False, (self.d_acc,), writes, str(kind) * len(wanted), self.d_acc)
-        outputs = {f"d{key}": t._replace(same_as=f"d{first}" if key in twins else None) for key, t in given.items()}
+        outputs = {f"d{key}": t._replace(same_as=f"d{first}" if key in same_as else None) for key, t in given.items()}
         shapes = {key: t._replace(unread=True, otherwise="copy") for key, t in given.items()}
         return pointwise(
             f"{forward.name}_bwd_{first}", lambda attrs: formula, {self.d_acc: Tensor("*m n", "T"), **shapes}, outputs,

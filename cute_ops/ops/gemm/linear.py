@@ -125,8 +125,8 @@ def exact(xp: Any, product: ProductPlan, a: Any, b: Any) -> Any:
     if product.flat:
         a, b = (xp.reshape(m, (math.prod(m.shape[:-1]), m.shape[-1])) for m in (a, b))
     a, b = widen(xp, a, b)
-    turned = xp.matrix_transpose
-    return xp.matmul(turned(a) if product.transposed == 0 else a, turned(b) if product.transposed == 1 else b)
+    transposed = xp.matrix_transpose
+    return xp.matmul(transposed(a) if product.transposed == 0 else a, transposed(b) if product.transposed == 1 else b)
 
 
 def multiply(xp: Any, product: ProductPlan, a: Any, b: Any) -> Any:

@@ -51,9 +51,9 @@ def reference_bwd(
 
     def one(x: Any, weight: Any, dout: Any) -> tuple[Any, Any]:
         wide, w, dy = widen(xp, x, weight, dout)
-        turned = rotate(xp, dy, c, -s, False)
-        dx, normed = backward_terms(xp, wide, w, turned, eps, 0.0)
-        return xp.astype(dx, x.dtype), sum_rows(xp, turned * normed, weight)
+        rotated = rotate(xp, dy, c, -s, False)
+        dx, normed = backward_terms(xp, wide, w, rotated, eps, 0.0)
+        return xp.astype(dx, x.dtype), sum_rows(xp, rotated * normed, weight)
 
     dq, dq_weight = one(q, q_weight, dq_out)
     dk, dk_weight = one(k, k_weight, dk_out)

@@ -30,18 +30,18 @@ CASES = (
 
 
 def rotate(xp: Any, x: Any, cos: Any, sin: Any, interleaved: bool) -> Any:
-    """Pairs turned by their angles; all in the accumulation dtype."""
+    """Pairs rotated by their angles, all in the accumulation dtype."""
     r = cos.shape[-1]
     # One angle for all heads; leading dims that are missing broadcast.
     c, s = cos[..., None, :], sin[..., None, :]
     if interleaved:
         a, b = x[..., 0 : 2 * r : 2], x[..., 1 : 2 * r : 2]
-        turned = xp.stack([a * c - b * s, b * c + a * s], axis=-1)
-        turned = xp.reshape(turned, (*x.shape[:-1], 2 * r))
+        rotated = xp.stack([a * c - b * s, b * c + a * s], axis=-1)
+        rotated = xp.reshape(rotated, (*x.shape[:-1], 2 * r))
     else:
         a, b = x[..., :r], x[..., r : 2 * r]
-        turned = xp.concat([a * c - b * s, b * c + a * s], axis=-1)
-    return xp.concat([turned, x[..., 2 * r :]], axis=-1)
+        rotated = xp.concat([a * c - b * s, b * c + a * s], axis=-1)
+    return xp.concat([rotated, x[..., 2 * r :]], axis=-1)
 
 
 def reference(xp: Any, x: Any, cos: Any, sin: Any, *, interleaved: bool) -> Any:
@@ -55,8 +55,8 @@ def reference_bwd(xp: Any, dout: Any, cos: Any, sin: Any, *, interleaved: bool) 
 
 
 def reference_packed(xp: Any, x: Any, cos: Any, sin: Any, *, heads: int, interleaved: bool) -> Any:
-    turned = reference(xp, x[..., :heads, :], cos, sin, interleaved=interleaved)
-    return xp.concat([turned, x[..., heads:, :]], axis=-2)
+    rotated = reference(xp, x[..., :heads, :], cos, sin, interleaved=interleaved)
+    return xp.concat([rotated, x[..., heads:, :]], axis=-2)
 
 
 def reference_packed_bwd(xp: Any, dout: Any, cos: Any, sin: Any, *, heads: int, interleaved: bool) -> tuple[Any]:
@@ -64,8 +64,8 @@ def reference_packed_bwd(xp: Any, dout: Any, cos: Any, sin: Any, *, heads: int, 
 
 
 def reference_joined(xp: Any, dq: Any, dk: Any, dv: Any, cos: Any, sin: Any, *, interleaved: bool) -> tuple[Any]:
-    turned = (reference_bwd(xp, d, cos, sin, interleaved=interleaved)[0] for d in (dq, dk))
-    return (xp.concat([*turned, dv], axis=-2),)
+    rotated = (reference_bwd(xp, d, cos, sin, interleaved=interleaved)[0] for d in (dq, dk))
+    return (xp.concat([*rotated, dv], axis=-2),)
 
 
 def check(binding: Any) -> str | None:
@@ -233,8 +233,8 @@ rope_packed = _declare(
 
 def reference_fp8(xp: Any, x: Any, cos: Any, sin: Any, scale: Any, *, interleaved: bool) -> Any:
     wide, c, s, by = widen(xp, x, cos, sin, scale)
-    turned = divide(xp, rotate(xp, wide, c, s, interleaved), by)
-    return cast(xp, xp.clip(turned, -LARGEST, LARGEST), "float8_e4m3fn", x)
+    rotated = divide(xp, rotate(xp, wide, c, s, interleaved), by)
+    return cast(xp, xp.clip(rotated, -LARGEST, LARGEST), "float8_e4m3fn", x)
 
 
 rope_fp8 = Op(
