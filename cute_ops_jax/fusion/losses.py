@@ -22,9 +22,13 @@ from cute_ops.ops.reduction.cross_entropy import cross_entropy, shaped
 from cute_ops.ops.reduction.cross_entropy_metrics import cross_entropy_metrics
 from cute_ops_jax.composite.losses import linear_cross_entropy
 from cute_ops_jax.distributed.explicit import as_typed, is_explicit, whole
-from cute_ops_jax.fusion.wide_head import wide_head
+from cute_ops_jax.fusion.wide_head import product, wide_head
 from cute_ops_jax.primitive.any_size import is_symbolic
 from cute_ops_jax.primitive.function import register
+
+# Bytes of logits that are held where the program reads metrics of them: their loss' gradient needs them, and to compute
+# them again is a third more products. For a loss alone nothing is computed twice.
+MOST_HELD = 4 << 30
 
 
 def loss(logits: Any, target: Any, *, sign: float, outside: str, of: str, **attrs: float) -> Any:
@@ -53,16 +57,23 @@ def loss_with_metrics(
     target, known = _classes(target, logits.shape[-1], outside)
     run = partial(register(cross_entropy_metrics), logits, reduction="none", **attrs)
     return _with_metrics(
-        run, target, logits.shape[-1], known, sign=sign, outside=outside, of=of, beside=beside, attrs=attrs
-    )
+        run, target, logits.shape[-1], known, sign=sign, outside=outside, of=of, beside=beside, attrs=attrs,
+        predict=lambda: jnp.argmax(logits, -1).astype("int32"),
+    )  # fmt: skip
 
 
 def linear_loss_with_metrics(
     hidden: Any, weight: Any, target: Any, *, bias: Any = None, sign: float, outside: str, of: str, transposed: bool,
     total: bool, sliced: Sequence[tuple[int, ...]] = (), wide: bool = False, beside: Sequence[What], **attrs: float,
 ) -> list[Any]:  # fmt: skip
-    """:func:`linear_loss` of each row, and what the program reads of the logits beside it."""
+    """:func:`linear_loss` of each row, and what the program reads of the logits beside it. Beyond :data:`MOST_HELD` no
+    logits are held.
+    """
     hidden, weight = _layer(hidden, weight, transposed, sliced)
+    if _are_held(hidden, weight, wide):
+        logits = product(hidden, weight.astype(jnp.float32)) if wide else jnp.matmul(hidden, weight.T)
+        logits = logits if bias is None else logits + bias
+        return loss_with_metrics(logits, target, sign=sign, outside=outside, of=of, beside=beside, **attrs)
     target, known = _classes(target, weight.shape[0], outside)
 
     def run(target: Any) -> Any:
@@ -121,6 +132,11 @@ def _layer(hidden: Any, weight: Any, transposed: bool, sliced: Sequence[tuple[in
     return hidden, weight.T if transposed else weight
 
 
+def _are_held(hidden: Any, weight: Any, wide: bool) -> bool:
+    rows = prod(hidden.shape[:-1])
+    return not is_symbolic(rows) and rows * weight.shape[0] * (4 if wide else hidden.dtype.itemsize) <= MOST_HELD
+
+
 def _logits(rows: Any, weight: Any, bias: Any, wide: bool) -> Any:
     logits = jnp.matmul(rows, weight.T, preferred_element_type=jnp.float32 if wide else None)
     return logits if bias is None else logits + bias
@@ -137,7 +153,7 @@ def _by_chunks(of_row: Callable[..., Any], hidden: Any, weight: Any) -> Callable
 
 def _with_metrics(
     run: Callable[..., Any], target: Any, n: int, known: Any, *, sign: float, outside: str, of: str,
-    beside: Sequence[What], attrs: Mapping[str, float], predict: Callable[[], Any] | None = None,
+    beside: Sequence[What], attrs: Mapping[str, float], predict: Callable[[], Any],
 ) -> list[Any]:  # fmt: skip
     """The loss of each row times ``sign``, and the other values, by an op that computes all of them. For a target that
     is no class it computes those of a class near it, whose term is exchanged.
@@ -158,9 +174,7 @@ def _with_metrics(
     for kind, a, b in beside:
         if kind == "predicted":
             fine = ~jnp.isnan(lse)
-            made.append(
-                predicted if predict is None else _chosen(fine, lambda each: each, lambda each: predict(), (predicted,))
-            )
+            made.append(_chosen(fine, lambda each: each, lambda each: predict(), (predicted,)))
         else:
             made.append(lse if kind == "lse" else jax.lax.stop_gradient(lse * (a + b * lse)))
     return made

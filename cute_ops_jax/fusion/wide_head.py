@@ -37,7 +37,7 @@ def wide_head(op: Op, hidden: Any, weight: Any, bias: Any, target: Any, attrs: M
     @jax.checkpoint
     def of_chunk(given: tuple[Any, Any]) -> tuple[Any, ...]:
         some, at = given
-        logits = _product(some, wide)
+        logits = product(some, wide)
         made = register(op)(logits if bias is None else logits + bias, at, reduction="none", **attrs)
         return made if isinstance(made, tuple) else (made,)
 
@@ -54,13 +54,13 @@ def wide_head(op: Op, hidden: Any, weight: Any, bias: Any, target: Any, attrs: M
 
 
 @jax.custom_vjp
-def _product(rows: Any, weight: Any) -> Any:
+def product(rows: Any, weight: Any) -> Any:
     """``rows @ weight.T`` in float32, of a weight that is held in float32 and multiplied in the rows' dtype."""
     return jnp.matmul(rows, weight.astype(rows.dtype).T, preferred_element_type=WIDE)
 
 
 def _forward(rows: Any, weight: Any) -> Any:
-    return _product(rows, weight), (rows, weight)
+    return product(rows, weight), (rows, weight)
 
 
 def _backward(saved: Any, dout: Any) -> Any:
@@ -68,7 +68,8 @@ def _backward(saved: Any, dout: Any) -> Any:
     if rows.dtype != jnp.float16:
         dout = dout.astype(rows.dtype)
     drows = jnp.matmul(dout, weight.astype(rows.dtype))
-    return drows.astype(rows.dtype), jnp.matmul(dout.T, rows, preferred_element_type=WIDE)
+    both = (tuple(range(rows.ndim - 1)),) * 2
+    return drows.astype(rows.dtype), jax.lax.dot_general(dout, rows, (both, ((), ())), preferred_element_type=WIDE)
 
 
-_product.defvjp(_forward, _backward)
+product.defvjp(_forward, _backward)

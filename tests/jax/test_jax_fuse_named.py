@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import cute_ops_jax
-from cute_ops_jax.fusion import wide_head
+from cute_ops_jax.fusion import losses, wide_head
 
 B, T, HEADS, D, H, CLASSES = 2, 3, 5, 8, 6, 8
 KEY = np.random.default_rng(7)
@@ -414,10 +414,15 @@ WITH_METRICS: dict[str, tuple[Function, str]] = {
 }
 
 
+@pytest.mark.drawn(0.6)
+@pytest.mark.parametrize("held", [True, False])
 @pytest.mark.parametrize("target", [TARGET, SOME_CLASSES], ids=["classes", "others, too"])
 @pytest.mark.parametrize("name", WITH_METRICS)
-def test_losses_with_metrics_and_with_gradients_of_their_own(name: str, target: jax.Array) -> None:
-    """A head's logits are not held for its loss, whoever wrote the gradient, nor for an accuracy beside it."""
+def test_losses_with_metrics_and_with_gradients_of_their_own(
+    name: str, target: jax.Array, held: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A head's logits are not held for its loss, whoever wrote the gradient; for an accuracy beside it small ones."""
+    monkeypatch.setattr(losses, "MOST_HELD", 1000 if held else 0)
     function, becomes = WITH_METRICS[name]
 
     def of_head(h: jax.Array, w: jax.Array, b: jax.Array) -> Any:
@@ -445,9 +450,10 @@ WIDE: dict[str, Function] = {
 @pytest.mark.parametrize("rows", [None, 4])
 @pytest.mark.parametrize("name", WIDE)
 def test_float32_products_of_16_bit_operands(name: str, rows: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logits stay in float32, and are not held; ``rows``: how many at a time."""
+    """Logits stay in float32, and are not held; ``rows``: how many at a time. None holds those with metrics."""
     if rows:
         monkeypatch.setattr(wide_head, "rows_per_chunk", lambda *args: rows)
+        monkeypatch.setattr(losses, "MOST_HELD", 0)
     h, w = HIDDEN.astype("bfloat16"), WEIGHT.astype("bfloat16")
 
     def of_head(h: jax.Array, w: jax.Array, target: jax.Array) -> Any:
@@ -512,7 +518,7 @@ def test_a_loss_whose_derivative_calls_it() -> None:
     check(lambda h, w: loss(h @ w.T, jax.nn.one_hot(TARGET, CLASSES)), ["linear_cross_entropy"], HIDDEN, WEIGHT)
 
 
-def test_metrics_that_a_loss_cannot_give() -> None:
+def test_metrics_that_a_loss_cannot_give(monkeypatch: pytest.MonkeyPatch) -> None:
     """Labels that follow from the predicted classes, logits that something else reads, and rows with a NaN."""
 
     def own_labels(h: jax.Array, w: jax.Array) -> jax.Array:
@@ -527,6 +533,8 @@ def test_metrics_that_a_loss_cannot_give() -> None:
     check(read, ["cross_entropy"], HIDDEN, WEIGHT)
     predicted = cute_ops_jax.fuse(lambda h, w: ((x := h @ w.T).argmax(-1), of_optax(x, TARGET)))
     bad = WEIGHT.at[3].set(jnp.nan)
+    np.testing.assert_array_equal(predicted(HIDDEN, bad)[0], 3)
+    monkeypatch.setattr(losses, "MOST_HELD", 0)
     np.testing.assert_array_equal(predicted(HIDDEN, bad)[0], 3)
 
 

@@ -14,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import cute_ops_jax
+from cute_ops_jax.fusion import losses
 from tests.jax.drawn_graphs import QUICK
 
 B, T, N, HIDDEN, HEADS = 8, 3, 16, 24, 2
@@ -129,9 +130,11 @@ def test_losses_in_a_shard_map(check_vma: bool) -> None:
     close([np.asarray(a) for a in jax.tree.leaves(got)], want)
 
 
-@pytest.mark.parametrize("form", ["gather", "one-hot rows and accuracy", "logits in float32"])
-def test_losses_on_explicit_meshes(form: str) -> None:
+@pytest.mark.parametrize("form", ["gather", "one-hot rows and accuracy", "not held", "logits in float32"])
+def test_losses_on_explicit_meshes(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where rows are sharded, and for labels that are no class, whose losses a loop computes."""
+    if form == "not held":
+        monkeypatch.setattr(losses, "MOST_HELD", 0)
 
     def of_head(labels: jax.Array, p: Arrays, x: jax.Array) -> Any:
         wide = jnp.float32 if form == "logits in float32" else None
