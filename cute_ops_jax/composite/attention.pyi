@@ -43,7 +43,7 @@ def attention(
         left: keys before its own that a query attends to at most; -1 is all.
         right: keys after its own that a query attends to at most; -1 is all.
         softcap: ``softcap * tanh(score / softcap)`` takes the place of a score; 0 is none.
-        deterministic: the gradient of q is summed in a fixed order, too, which takes longer where d = e is at most 128.
+        deterministic: gradients are summed in a fixed order, too, which takes longer.
         fused: ``"auto"`` runs the kernel in 16 bits, and else the same formula in the framework's functions, which
             needs memory for all scores; ``"always"`` the kernel, ``"never"`` the framework's functions.
         score_mod: ``score_mod(xp, score, batch, head, q, k, *captured)`` in array-API style: what takes the place
@@ -68,7 +68,8 @@ def attention(
     Returns:
         ``out``: ``T[*m s g*r e]`` and ``lse``: ``float32[*m g*r s]``, compact. Sums and exponentials in float32;
         weights are rounded to T before they multiply values. A row that attends to nothing is 0, its lse -inf. Both
-        have a gradient, which computes the scores again. Results are deterministic, gradients but that of q, too.
+        have a gradient, which computes the scores again. Results are deterministic, gradients where that is asked for:
+        else that of q, or of k and v where heads have more than 128 elements, may differ in the last digits.
 
     Raises:
         TypeError: a dtype that is not listed.

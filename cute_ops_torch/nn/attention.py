@@ -29,7 +29,7 @@ class Attention(Layered):
         left: keys before its own that a query attends to at most; -1 is all.
         right: keys after its own that a query attends to at most; -1 is all.
         softcap: ``softcap * tanh(score / softcap)`` takes the place of a score; 0 is none.
-        deterministic: the gradient of q is summed in a fixed order, too.
+        deterministic: gradients are summed in a fixed order, too.
         fused: ``"auto"``, ``"always"`` or ``"never"``, as the function has it.
         score_mod: what takes the place of a score.
         mask_mod: whether a query attends to a key.

@@ -41,7 +41,18 @@ CALLS = (
 FORWARD = (CALLS[0]._replace(attrs={**CALLS[0].attrs, "scale": 1.0}), CALLS[1])
 # Long heads leave room for one tile of keys, and of queries, in shared memory.
 ONE_STAGE = Call(1, 70, 140, 1, 1, 64, 256, "bfloat16", {}, False, False)
-ONE_PASS = (CALLS[0], Call(1, 70, 150, 2, 1, 128, 128, "bfloat16", {"softcap": 5.0}, False, False))
+LONG_HEADS = (
+    Call(2, 150, 130, 2, 1, 192, 192, "bfloat16", {"causal": True, "left": 100}, False, False),
+    Call(1, 70, 100, 2, 2, 256, 256, "bfloat16", {"softcap": 5.0}, False, False),
+    Call(1, 130, 70, 1, 1, 192, 128, "bfloat16", {"causal": True}, False, False),
+)
+ONE_PASS = (
+    CALLS[0],
+    Call(1, 70, 150, 2, 1, 128, 128, "bfloat16", {"softcap": 5.0}, False, False),
+    Call(1, 150, 130, 2, 1, 96, 96, "bfloat16", {"causal": True, "left": 100}, False, False),
+    Call(1, 70, 130, 1, 1, 80, 80, "bfloat16", {}, False, False),
+    Call(1, 130, 70, 1, 1, 112, 112, "bfloat16", {"causal": True}, False, False),
+)
 
 
 def document(xp: Any, batch: Any, head: Any, q: Any, k: Any, document: Any) -> Any:
@@ -54,6 +65,10 @@ def tables(xp: Any, score: Any, batch: Any, head: Any, q: Any, k: Any, table: An
     return xp.where(q - k < 40, near * slopes[head], xp.tanh(score)) + keys[batch, k] + behind
 
 
+def band(xp: Any, batch: Any, head: Any, q: Any, k: Any) -> Any:
+    return xp.logical_and(k - q < 3, xp.logical_and(-k <= 70.5 - q, q + 1.5 > k - 40))
+
+
 def modded(number: int) -> tuple[Call, Functions]:
     """A call with functions of its own, which read arrays."""
     rng = np.random.default_rng(number)
@@ -61,6 +76,8 @@ def modded(number: int) -> tuple[Call, Functions]:
         call = Call(2, 140, 150, 2, 1, 64, 64, "bfloat16", {}, False, False)
         place = np.cumsum(rng.random((2, 150)) < 0.02, axis=1).astype(np.int32)
         return call, Functions(mask=document, captured={"document": place})
+    if number == 3:  # an interval of each row, and of each column
+        return Call(1, 140, 150, 2, 1, 64, 64, "bfloat16", {}, False, False), Functions(mask=band)
     if number == 2:  # tiles where each distance keeps its sign, and such where it does not
         call = Call(1, 70, 150, 2, 2, 64, 64, "bfloat16", {}, False, False)
         return call, Functions(mods.alibi, None, {"slopes": np.array([0.5, -0.01], np.float32)})
@@ -135,7 +152,8 @@ class Run:
             of_rows: numbers of rows, (batch, heads, seqlen), that TMA loads, and how many at once: after the first four
                 of ``moved``.
             sums: what TMA adds to, (batch, heads, seqlen, headdim), or threads do: then the first block of memory.
-            columns: that TMA moves at once, by the place in ``moved``; 64 at most where none are given.
+            columns: that TMA moves at once, by the place in ``moved``; where none are given the largest power of 2
+                that divides all, 64 at most.
         """
         (text,) = (
             entry for entry in self.entries if all(part in entry.partition("(")[0] for part in ("_kernel_", name))
@@ -147,7 +165,7 @@ class Run:
                 maps[len(arguments)] = ptx_sm90.Map(array, 1, height, set())
             else:
                 batch, length, heads, width = array.shape
-                width = (columns or {}).get(i, min(width, 64))
+                width = (columns or {}).get(i, min(width & -width, 64))
                 maps[len(arguments)] = ptx_sm90.Map(array.transpose(0, 2, 1, 3), height, width, set())
             whole = not self.is_packed or 4 <= i < 4 + len(of_rows)
             arguments += [DESCRIPTOR, struct.pack("<3i", length, heads, batch) if whole else struct.pack("<i", heads)]
@@ -159,7 +177,7 @@ class Run:
             else:
                 arguments.append(struct.pack("<Q4i3q", 1 << 32, s, d, h, b, d, s * d, h * s * d))
                 memory = [sums, *memory]
-        second = name not in ("AttentionFwd", "QueriesBackward")
+        second = name not in ("AttentionFwd", "QueriesBackward", "LongHeads")
         ranges = [table for key, table in self.tables.items() if key.endswith("_2") == second]
         arguments += [*rows, *self.sizes, *self.read, *ranges, *self.offsets]
         empty = [np.zeros(8, np.uint8)] * (self.others - len(memory))
@@ -267,7 +285,7 @@ def test_gradients(call: Call, tmp_path: Path) -> None:
 @pytest.mark.drawn(0.5)
 @pytest.mark.slow
 @products.emulated
-@pytest.mark.parametrize("number", range(2))
+@pytest.mark.parametrize("number", [0, 1, 3])
 def test_gradients_with_functions_that_read_arrays(number: int, tmp_path: Path) -> None:
     _check_gradients(*modded(number), tmp_path)
 
@@ -311,9 +329,41 @@ def _check_one_pass(call: Call, functions: Functions, folder: Path) -> None:
     moved = [(q, tile), (k, 128), (v, 128), (dout, tile), (dk, 64), (dv, 64)]
     of_rows = [(logs, tile), (delta, tile)]
     ctas = -(-call.t // 128) * call.g * call.batch
-    run(one_pass_of(call), 6, moved, [], [], ctas, of_rows, sums, {1: call.d // 2})
+    run(one_pass_of(call), 6, moved, [], [], ctas, of_rows, sums, {1: columns_of_keys(call)})
     dq = by_rows(sums)[:, :, : call.s].transpose(0, 2, 1, 3) * call.d**-0.5
     _check({"dq": dq.astype(q.dtype), "dk": dk, "dv": dv}, right)
+
+
+@pytest.mark.drawn(0.4)
+@pytest.mark.slow
+@products.emulated
+@pytest.mark.parametrize("number", range(4))
+def test_gradients_of_long_heads(number: int, tmp_path: Path) -> None:
+    call, functions = (LONG_HEADS[number], NO_FUNCTIONS) if number < 3 else modded(0)
+    call = call._replace(d=192, e=192) if number == 3 else call
+    run, (q, k, v) = Run(attention_bwd, call, tmp_path, functions, others=3), halves(*arrays(call, 0))
+    dout, lse, delta, right = with_cotangents(call, (q, k, v), functions)
+    tile = dict(run.variant.settings)["tile_k"]
+    sums = np.zeros((2 * call.batch, call.g, -(-call.t // tile) * tile, max(call.d, call.e)), np.float32)
+    dq = np.full_like(q, np.nan)
+    moved = [(q, 128), (k, tile), (v, tile), (dout, 128), (dq, 64)]
+    ctas = -(-call.s // 128) * call.h * call.batch
+    run("LongHeads", 3, moved, [run.rows(2), run.rows(3)], [lse, delta], ctas, sums=sums)
+    dk, dv = (x[:, :, : call.t].transpose(0, 2, 1, 3) for x in np.split(by_tiles(sums, tile), 2))
+    dk = dk[..., : call.d] * call.d**-0.5
+    _check({"dq": dq, "dk": dk.astype(q.dtype), "dv": dv[..., : call.e].astype(q.dtype)}, right)
+
+
+def by_tiles(sums: np.ndarray, tile: int) -> np.ndarray:
+    """Sums of keys, or values, by rows and columns."""
+    # Of a tile: blocks of 8 columns, warps, 8 rows, pairs of columns, rows 8 apart, columns.
+    x = sums.reshape(-1, sums.shape[-1] // 8, tile // 16, 8, 4, 2, 2)
+    return x.transpose(0, 2, 5, 3, 1, 4, 6).reshape(sums.shape)
+
+
+def columns_of_keys(call: Call) -> int:
+    """Columns of keys that TMA moves at once where dq is computed, too: a warpgroup has a multiple of them."""
+    return call.d // 2 & -(call.d // 2)
 
 
 def one_pass_of(call: Call) -> str:
@@ -323,10 +373,6 @@ def one_pass_of(call: Call) -> str:
 
 def by_rows(sums: np.ndarray) -> np.ndarray:
     """Sums of queries by rows and columns."""
-    if sums.shape[-1] > 64:  # four neighbouring chunks of eight elements change places by the row
-        chunks = np.arange(sums.shape[3] // 8) ^ np.arange(sums.shape[2])[:, None] % 4
-        x = sums.reshape(*sums.shape[:3], -1, 8)
-        return np.take_along_axis(x, chunks[None, None, :, :, None], axis=3).reshape(sums.shape)
     # Of a tile: blocks of 8 columns of a warpgroup, warpgroups, warps, 8 rows, pairs of columns, rows 8 apart, columns.
     x = sums.reshape(-1, sums.shape[-1] // 16, 2, 4, 8, 4, 2, 2)
     return x.transpose(0, 3, 6, 4, 2, 1, 5, 7).reshape(sums.shape)

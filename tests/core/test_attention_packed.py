@@ -19,12 +19,14 @@ from tests.emulator import products, ptx_cta
 from tests.ops.attention_calls import NO_FUNCTIONS, Call, Functions, arrays, expected
 
 # Lengths of queries and of keys; behind them a few tokens of no sequence.
-LENGTHS = ([(70, 70), (0, 3), (130, 130), (5, 90), (1, 1), (40, 0)], [(60, 200), (129, 129)], [(3, 2), (80, 70)])
+LENGTHS = ([(70, 70), (0, 3), (130, 130), (5, 90), (1, 1), (40, 0)], [(60, 200), (129, 129)], [(3, 2), (80, 70)],
+           [(3, 2), (0, 70), (150, 130), (40, 0)])  # fmt: skip
 REST = 3
 CALLS = (
     Call(1, 0, 0, 2, 1, 64, 64, "bfloat16", {"causal": True, "left": 60}, False, True),
     Call(1, 0, 0, 2, 2, 128, 128, "bfloat16", {"softcap": 5.0}, False, True),
     Call(1, 0, 0, 1, 1, 64, 256, "bfloat16", {}, False, True),
+    Call(1, 0, 0, 2, 1, 192, 128, "bfloat16", {"causal": True}, False, True),
 )
 UNKNOWN = 0  # the sequence of NaN
 
@@ -189,6 +191,33 @@ def test_gradients_in_one_pass(which: str, tmp_path: Path) -> None:
     run(one_pass_of(call), 6, moved, [], [], (call.t // 128 + n + 1) * call.g, of_rows, sums, {1: call.d // 2})
     of_sums = struct.pack("<Q", 1 << 32) + of_sums[8:]
     around("round", [sums, dq], [of_sums, heads(2, dq)], call.h * length * call.d // 8)
+    case.check({"dq": dq, "dk": dk, "dv": dv})
+
+
+@pytest.mark.drawn(0.4)
+@pytest.mark.slow
+@products.emulated
+def test_gradients_of_long_heads(tmp_path: Path) -> None:
+    case = Case(3)
+    call, (out, lse), n = case.call, case.results(), len(case.lengths)
+    run = Run(attention_packed_bwd, call, tmp_path, offsets=case.offsets, others=3)
+    tile = AttentionBackwardConfig.of(run.variant.config).tile_k
+    length, width = (call.t // tile + n + 1) * tile, max(call.d, call.e)
+    sums, memory = np.zeros((2, call.g, length, width), np.float32), [lse, case.deltas(out)]
+    rows = [run.rows(2), struct.pack("<Q3q2q", 3 << 32, 1, call.h, call.s, call.h * call.s, call.s)]
+    dq, dk, dv = (np.full_like(x, np.nan) for x in (case.q, case.k, case.v))
+    moved = [(case.q, 128), (case.k, tile), (case.v, tile), (case.dout, 128), (dq, 64)]
+    run("LongHeads", 3, moved, rows, memory, (call.s // 128 + n + 1) * call.h, sums=sums)
+    (text,) = (e for e in run.entries if "_round_cute" in e.partition("(")[0])
+    blocks = [x.reshape(-1).view(np.uint8) for x in (sums, dk, dv, *case.offsets)]
+    of_sums = struct.pack("<Q4i3q", 1 << 32, length, width, call.g, 2, width, length * width, call.g * length * width)
+    outs = [
+        struct.pack("<Q3i4x2q", block << 32, x.shape[1], call.g, 1, call.g * x.shape[3], x.size)
+        for block, x in ((2, dk), (3, dv))
+    ]
+    offsets = [struct.pack("<Qq", block << 32, n + 1) for block in (4, 5)]
+    kernel = ptx_cta.Kernel(run.head + text)
+    kernel.run(-(-sums.size // 16 // kernel.threads), [of_sums, *outs, *run.sizes, *offsets], blocks)
     case.check({"dq": dq, "dk": dk, "dv": dv})
 
 

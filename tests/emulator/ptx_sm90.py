@@ -352,13 +352,16 @@ class Warp(ptx_cta.Cta):
         return lanes.transpose(1, 2, 0, 3, 4).reshape(16, 16)
 
     def operand(self, descriptor: int, rows: range, turned: bool, kind: Any) -> np.ndarray:
-        """Some rows of 32 bytes of an operand in rows of 128, 64 or 32 bytes; turned, in columns."""
+        """Some rows of 32 bytes of an operand in rows of 128, 64, 32 or 16 bytes; turned, in columns."""
         start, leading, stride = ((descriptor >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
-        width, size = {1: 128, 2: 64, 3: 32}[descriptor >> 62 & 3], np.dtype(kind).itemsize
+        width, size = {1: 128, 2: 64, 3: 32, 0: 16}[descriptor >> 62 & 3], np.dtype(kind).itemsize
         row, k = np.asarray(rows)[:, None], np.arange(32 // size)
         if turned:
             inside = width // 2  # rows of the operand
+            leading, stride = (stride, leading) if width == 16 else (leading, stride)
             address = start + row // inside * leading + k // 8 * stride + k % 8 * width + row % inside * 2
         else:
             address = start + row // 8 * stride + row % 8 * width + size * k
+            if width == 16:
+                address += k // 8 * (leading - 16)
         return self.blocks[0].view(kind)[swizzled(address, width) // size].astype(np.float32)

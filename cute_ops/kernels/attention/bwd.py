@@ -2,8 +2,8 @@
 
 ``p = exp(score - lse)``, ``ds = p * (dout @ v.T - delta)`` with ``delta = sum(dout * out) - dlse`` of a row; then
 ``dq = ds @ k``, ``dk = ds.T @ q``, ``dv = p.T @ dout``, and ``dsink = -sum(exp(sink - lse) * delta)``. Either one
-kernel computes the scores again and adds dq up in memory, or two kernels do, one for dq, one for dk and dv: then each
-gradient is summed by one CTA in a fixed order. On Hopper warpgroups multiply, elsewhere warps.
+kernel computes the scores again and adds dq up in memory, of long heads dk and dv, or two kernels do, one for dq, one
+for dk and dv: then each gradient is summed by one CTA in a fixed order. On Hopper warpgroups multiply, elsewhere warps.
 """
 
 import cutlass
@@ -11,6 +11,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from cute_ops.kernels.attention.bwd_keys_sm90 import KeysBackward
+from cute_ops.kernels.attention.bwd_long_heads_sm90 import LongHeadsBackward
 from cute_ops.kernels.attention.bwd_one_pass_sm80 import OnePassBackwardSm80
 from cute_ops.kernels.attention.bwd_one_pass_sm90 import OnePassBackward
 from cute_ops.kernels.attention.bwd_queries_sm90 import QueriesBackward
@@ -46,7 +47,8 @@ class AttentionBackward:
         of_queries, of_keys = QueriesBackward, KeysBackward
         if config.warps:
             one_pass, of_queries, of_keys = OnePassBackwardSm80, QueriesBackwardSm80, KeysBackwardSm80
-        self.one_pass = one_pass(*own) if config.one_pass else None
+        self.one_pass = one_pass(*own) if config.one_pass == "keys" else None
+        self.long_heads = LongHeadsBackward(*own) if config.one_pass == "queries" else None
         self.of_queries = None if config.one_pass else of_queries(*own)
         parts = ("kv",) if dims["d"] + dims["e"] <= TOGETHER else ("k", "v")
         self.of_keys = [] if config.one_pass else [of_keys(*own, part) for part in parts]
@@ -59,9 +61,10 @@ class AttentionBackward:
         *tables, stream = others[-5:]
         mQ, mK, mV, mOut, mDout, mDq, mDk, mDv = (view(m) for m in (mQ, mK, mV, mOut, mDout, mDq, mDk, mDv))
         mLse, mDelta = (folded(m, own=2) for m in (mLse, mDelta))
+        mSums = None if const_expr(mSums is None) else view(mSums, (2, 3, 1, 0))
         mDlse = None if const_expr(mDlse is None) else folded(mDlse, own=2)
         if const_expr(self.one_pass is not None):
-            mLogs, mSums = folded(mLogs, own=2), view(mSums, (2, 3, 1, 0))
+            mLogs = folded(mLogs, own=2)
         captured = by_index(captured, self.mods)
         first, second = (sizes_of(mQ, mK, captured, tuple(each), offsets) for each in (tables[:2], tables[2:]))
         packed = tuple(second) if const_expr(self.packed and self.one_pass is not None) else None
@@ -80,7 +83,12 @@ class AttentionBackward:
         if const_expr(self.one_pass is not None):
             Ranges(self.one_pass.tiles).launch(second, stream)
             self.one_pass.launch(inputs, (mLogs, mDelta), (mDk, mDv), mSums, second, stream)
-            self.one_pass.finish(mSums, mDq, packed, stream)
+            self.one_pass.finish(mSums, (mDq,), packed, stream)
+        elif const_expr(self.long_heads is not None):
+            Ranges(self.long_heads.tiles).launch(first, stream)
+            self.long_heads.launch(inputs, (mLse, mDelta), mDq, first, stream, mSums)
+            packed = tuple(first) if const_expr(self.packed) else None
+            self.long_heads.finish(mSums, (mDk, mDv), packed, stream)
         else:
             Ranges(self.of_queries.tiles).launch(first, stream)
             self.of_queries.launch(inputs, (mLse, mDelta), mDq, first, stream)
@@ -123,10 +131,12 @@ class AttentionBackward:
             if const_expr(mLogs is not None):
                 mLogs[batch, head, row] = self.one_pass.weights.of_lse(mLse[at], given)
         if const_expr(mSums is not None):
-            for start in cutlass.range_constexpr(0, self.one_pass.d, self.lanes * 4):
-                first = start + lane * 4
-                zeros = address_of(mSums, (row, 0, head, batch), first)
-                store_if(inside & (first < self.one_pass.d), fragment(Float32, 4, 0.0), zeros)
+            zeros, vectors = fragment(Float32, 4, 0.0), Int64(cute.size(mSums)) // 4
+            start = Int64(cute.arch.block_idx()[0]) * (WARP * WARPS) + cute.arch.thread_idx()[0]
+            step = Int64(cute.size(mDelta)) * self.lanes  # threads, and a few in the last CTA
+            for i in cutlass.range(Int32((vectors + step - 1) // step), unroll=1):
+                vector = start + i * step
+                store_if(vector < vectors, zeros, mSums.iterator.toint() + vector * (4 * Float32.width // 8))
 
     @cute.kernel
     def sinks(self, mSinks, mLse, mDelta, mDsinks, packed):

@@ -21,7 +21,7 @@ from cute_ops.kernels.attention.products import (
     tma_copies,
 )
 from cute_ops.kernels.attention.softmax import InPairs, by_row, store_packed
-from cute_ops.kernels.attention.sums import CHUNK, SumsOfQueries
+from cute_ops.kernels.attention.sums import TOGETHER, SumsOfTiles
 from cute_ops.kernels.attention.tiles import (
     REGISTERS,
     Moved,
@@ -37,10 +37,9 @@ from cute_ops.kernels.tensor_core.sizes import MMA_M, WARP, WARPGROUP
 
 # Named barriers: all of ds lies in shared memory; the tile of dq may be written, and may be added to memory.
 DS, EMPTY, FULL = 4, 5, 6
-CHUNKS = 4  # neighbouring chunks of dq that change places
 
 
-class OnePassBackward(SumsOfQueries, KeysBackward):
+class OnePassBackward(SumsOfTiles, KeysBackward):
     """``dk = ds.T @ q``, ``dv = p.T @ dout``, and for each tile of keys what it adds to ``dq = ds @ k``.
 
     Tile: a CTA has 128 keys of one head, as :class:`KeysBackward`. It computes the scores of a tile of queries, writes
@@ -55,7 +54,7 @@ class OnePassBackward(SumsOfQueries, KeysBackward):
         tiles_of_ds: in shared memory.
     """
 
-    chunks, keeps, tiles_of_ds = CHUNKS, False, 1
+    sharing, keeps, tiles_of_ds = KeysBackward.consumers, False, 1
 
     @cute.jit
     def launch(
@@ -114,8 +113,12 @@ class OnePassBackward(SumsOfQueries, KeysBackward):
 
     def _layout_of_keys(self):
         """The layout of keys in shared memory, by rows: swizzled over as many columns as a warpgroup has of dq."""
-        kinds = warpgroup.SmemLayoutAtomKind
-        kind = kinds.K_SW128 if self.d * self.dtype.width // 8 >= 2 * 128 else kinds.K_SW64
+        kinds, columns = warpgroup.SmemLayoutAtomKind, self.d // self.consumers
+        kind = next(
+            kind
+            for kind, width in ((kinds.K_SW128, 64), (kinds.K_SW64, 32), (kinds.K_SW32, 16), (kinds.K_INTER, 8))
+            if columns % width == 0
+        )
         atom = hopper.make_smem_layout_atom(kind, self.dtype)
         return cute.tile_to_shape(atom, (self.tile_k, self.d, 1), order=(0, 1, 2))
 
@@ -194,7 +197,7 @@ class OnePassBackward(SumsOfQueries, KeysBackward):
         tDrK = mma_dq.make_fragment_B(first_dq.partition_B(transposed(k.s)))  # (mma, d, n, 1)
         rS, rP, rWeights, rDs, rDk, rDv = self._registers((mma_s, mma_dk, mma_dv))
         rDq = cute.make_rmem_tensor(mma_dq.partition_shape_C((self.tile_q, self.d)), Float32)
-        put_ds, add, both = self._store(mma_s, sDs, tidx), self._adder(mma_dq, sums, tidx), self.consumers * WARPGROUP
+        put_ds, add, both = self._store(mma_s, sDs, tidx), self._adder(sums, tidx), self.consumers * WARPGROUP
 
         one = make_pipeline_state(PipelineUserType.Consumer, 1)
         slot = make_pipeline_state(PipelineUserType.Consumer, self.stages)
@@ -286,29 +289,22 @@ class OnePassBackward(SumsOfQueries, KeysBackward):
 
         return put_ds
 
-    def _adder(self, mma_dq, sums, tidx):
+    def _adder(self, sums, tidx):
         """A function that writes a thread's part of dq to shared memory, for the warp that adds it to the sums."""
-        atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), Float32, num_bits_per_copy=2 * Float32.width)
-        of_sums = cute.make_tiled_copy_C(atom, mma_dq).get_slice(tidx)
-        layout = cute.make_composed_layout(chunks_of(self.d), 0, sums.s.layout)
-        sSums, threads = cute.make_tensor(sums.s.iterator, layout), self.consumers * WARPGROUP + WARP
+        threads, both = self.consumers * WARPGROUP + WARP, self.consumers * WARPGROUP
+        of_tile = cute.make_layout(
+            (TOGETHER, both, self.tile_q * self.d // (both * TOGETHER)), stride=(1, TOGETHER, both * TOGETHER)
+        )
+        own = cute.make_tensor(sums.s.iterator, of_tile)[None, tidx, None]
 
         def add(rDq, tile, queries, sizes):
             # Both warpgroups have read ds, and the warp that adds has read the tile before.
             cute.arch.barrier(barrier_id=EMPTY, number_of_threads=threads)
-            cute.copy(of_sums, of_sums.retile(rDq), of_sums.partition_D(sSums))
+            cute.autovec_copy(cute.make_tensor(rDq.iterator, cute.make_layout(own.shape)), own)
             cute.arch.fence_view_async_shared()
             cute.arch.barrier_arrive(barrier_id=FULL, number_of_threads=threads)
 
         return add
-
-
-def chunks_of(d):
-    """How the sums of dq lie in a row: four neighbouring chunks change places by the row, so that a warp's stores of
-    eight rows meet in no bank of shared memory.
-    """
-    chunk, row = CHUNK.bit_length() - 1, d.bit_length() - 1
-    return cute.make_swizzle(CHUNKS.bit_length() - 1, chunk, row - chunk)
 
 
 def by_query(m):

@@ -47,13 +47,20 @@ class QueriesBackward:
 
     tile_q, consumers = 128, 2
 
+    @property
+    def releases_later(self):
+        """Whether keys are released while the next tile is multiplied: else it needs their place."""
+        return self.stages > 1
+
     def __init__(self, config, d, dv, mods, scale):
         self.d, self.dv, self.tile_k, self.stages = d, dv, config.tile_k, config.key_stages
         self.mods, self.scale = mods, scale
         self.weights, self.tiles = Weights(mods, scale), Tiles(self.tile_q, self.tile_k, mods)
 
     @cute.jit
-    def launch(self, inputs: cutlass.Constexpr, rows: cutlass.Constexpr, mDq, sizes: cutlass.Constexpr, stream):
+    def launch(
+        self, inputs: cutlass.Constexpr, rows: cutlass.Constexpr, mDq, sizes: cutlass.Constexpr, stream, mSums=None
+    ):  # fmt: skip
         mQ, *_ = inputs
         self.dtype = dtype = mQ.element_type
         row = LayoutEnum.ROW_MAJOR
@@ -74,7 +81,7 @@ class QueriesBackward:
             inputs, mDq = [by_sequence(m) for m in inputs], by_sequence(mDq)
         moved = tma_copies((*inputs, mDq), layouts, shapes, stored=1)
         blocks, batches = self.tiles.blocks(sizes, 0)
-        self.kernel((mma_s, mma_s, mma_dq), (moved, layouts), rows, tuple(sizes)).launch(
+        self.kernel((mma_s, mma_s, mma_dq), (moved, layouts), mSums, rows, tuple(sizes)).launch(
             grid=[blocks * sizes.heads * batches, 1, 1],
             block=[WARPGROUP * (1 + self.consumers), 1, 1],
             stream=stream,
@@ -82,12 +89,12 @@ class QueriesBackward:
         )
 
     @cute.kernel
-    def kernel(self, mmas, moved, rows, sizes):
+    def kernel(self, mmas, moved, mSums, rows, sizes):
         mma_first, mma_s, mma_dq = mmas
         (moved, layouts), sizes = moved, Sizes(*sizes)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem, dtype = cutlass.utils.SmemAllocator(), self.dtype
-        held = [slots(smem, dtype, layout) for layout in layouts[:4]]
+        held, of_keys = self._places(smem, layouts[:4]), self._of_keys(smem, mSums)
         start = cute.recast_ptr(held[0].iterator, layouts[4].inner, dtype)
         held.append(cute.make_tensor(start, layouts[4].outer))
         moved = [Moved(tma, m, s) for (tma, m), s in zip(moved, held)]
@@ -105,7 +112,14 @@ class QueriesBackward:
             mma_first.set(warpgroup.Field.ACCUMULATE, False)
             for mma in (mma_s, mma_dq):
                 mma.set(warpgroup.Field.ACCUMULATE, True)
-            self._multiply(rings, (mma_first, mma_s, mma_dq), moved, rows, tile, sizes)
+            self._multiply(rings, (mma_first, mma_s, mma_dq), moved, (rows, of_keys), tile, sizes)
+
+    def _places(self, smem, layouts):
+        """The places in shared memory of queries, keys, values and cotangents."""
+        return [slots(smem, self.dtype, layout) for layout in layouts]
+
+    def _of_keys(self, smem, mSums):
+        """What gradients of keys and values are computed with: nothing, they are not."""
 
     def _tile(self, sizes):
         return self.tiles.queries_at(cute.arch.block_idx()[0], sizes, (self.d + self.dv) * self.dtype.width // 8)
@@ -139,10 +153,11 @@ class QueriesBackward:
 
     @cute.jit
     def _multiply(
-        self, rings: cutlass.Constexpr, mmas: cutlass.Constexpr, moved: cutlass.Constexpr, rows: cutlass.Constexpr,
+        self, rings: cutlass.Constexpr, mmas: cutlass.Constexpr, moved: cutlass.Constexpr, own: cutlass.Constexpr,
         tile: cutlass.Constexpr, sizes: cutlass.Constexpr,
     ):  # fmt: skip
         (ring_q, ring_k, ring_v, ring_o), (mma_first, mma_s, mma_dq), (q, k, v, dout, _) = rings, mmas, moved
+        rows, of_keys = own
         tidx = cute.arch.thread_idx()[0] - WARPGROUP
         group = cute.arch.make_warp_uniform(tidx // WARPGROUP)
         first_s, first_dq = mma_s.get_slice(group * WARPGROUP), mma_dq.get_slice(group * WARPGROUP)
@@ -154,6 +169,7 @@ class QueriesBackward:
         rDs = cute.make_rmem_tensor(((2, 2, 2), 1, self.tile_k // 16), self.dtype)
         rDq = cute.make_rmem_tensor(mma_dq.partition_shape_C((self.tile_q, self.d)), Float32)
         rDq.fill(0.0)
+        rWeights, begin_keys, add_keys = self._keys(of_keys, (mma_s, q, rS, rP, rDs), (tile, sizes, tidx))
         lse, delta = self.weights.of_rows(rows, tile.block * self.tile_q + first_row(tidx), tile, sizes)
 
         one = make_pipeline_state(PipelineUserType.Consumer, 1)
@@ -174,10 +190,11 @@ class QueriesBackward:
                 if running:
                     ring_k.consumer_release(before)
                     before.advance()
-                running = Boolean(self.stages > 1)
+                running = Boolean(self.releases_later)
                 place = place_of(tidx, tile, (tile.block * self.tile_q, keys * self.tile_k, self.tile_k), sizes)
                 whole = self.tiles.whole(tile, sizes, tile.block, keys)
-                self.weights.of_scores(rS, None, place, lse, whole)
+                self.weights.of_scores(rS, rWeights, place, lse, whole)
+                begin_keys()
                 warpgroup.wait_group(0)
                 ring_v.consumer_release(slot)
                 scores, cotangents = by_row(rS), by_row(rP)
@@ -185,15 +202,25 @@ class QueriesBackward:
                     scores[r, c] = scores[r, c] * (cotangents[r, c] - delta(r, c))
                 store_packed(rS, rDs)
                 multiply_weights(mma_dq, rDs, tDrK, rDq, slot.index)
-                if const_expr(self.stages == 1):  # the next tile needs this one's place
-                    warpgroup.wait_group(0)
-                    ring_k.consumer_release(slot)
+                add_keys(keys, lambda: ring_k.consumer_release(slot))
                 slot.advance()
         warpgroup.wait_group(0)
         if running:
             ring_k.consumer_release(before)
         cute.arch.barrier(barrier_id=READ, number_of_threads=self.consumers * WARPGROUP)
         store_rows(mma_dq, rDq, moved[4], (tidx, tile, self.scale, self.d), sizes.rows[0])
+
+    def _keys(self, of_keys, given, at):
+        """Registers for the weights of a tile, if they are needed, what is done once they are there, and once the
+        products with keys are issued: ``release`` lets keys be replaced.
+        """
+
+        def add_keys(keys, release):
+            if self.stages == 1:
+                warpgroup.wait_group(0)
+                release()
+
+        return None, lambda: None, add_keys
 
 
 def store_rows(mma, rX, out, at, rows=None):

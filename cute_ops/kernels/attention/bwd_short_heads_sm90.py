@@ -4,21 +4,17 @@ import cutlass.cute as cute
 from cutlass import Float32
 
 from cute_ops.kernels.attention.bwd_one_pass_sm90 import OnePassBackward
-from cute_ops.kernels.attention.sums import CHUNK, add_four
+from cute_ops.kernels.attention.sums import TOGETHER, add_four
 from cute_ops.kernels.attention.tiles import address_of
-from cute_ops.kernels.lib.copy import fragment, load, store
-from cute_ops.kernels.tensor_core.sizes import WARP, WARPGROUP
-
-TOGETHER = 4  # elements of dq that a thread adds to memory at once
+from cute_ops.kernels.tensor_core.sizes import WARPGROUP
 
 
 class ShortHeadsBackward(OnePassBackward):
     """What :class:`OnePassBackward` computes, of heads of up to 64 elements, with less of it in shared memory: out of
     that products of 64 columns are read as slowly as they are multiplied.
 
-    Keys and values stay in registers as first operands. Threads add dq to the sums in memory from registers; sums of a
-    tile lie as threads have them, 16 bytes of each side by side. 4 x 4096 causal takes 1573 us instead of 1744. Heads
-    of 128 elements leave no registers, and their sums are not faster so.
+    Keys and values stay in registers as first operands. Threads add dq to the sums in memory from registers. 4 x 4096
+    causal takes 1573 us instead of 1744. Heads of 128 elements leave no registers, and their sums are not faster so.
     Shared memory: as :class:`OnePassBackward`, with a tile of ``ds`` for each stage and none of dq.
     """
 
@@ -37,7 +33,7 @@ class ShortHeadsBackward(OnePassBackward):
     def _add(self, sums, keys, sizes):
         """No warp adds."""
 
-    def _adder(self, mma_dq, sums, tidx):
+    def _adder(self, sums, tidx):
         """A function that adds a thread's part of dq to the sums of a tile: two rows of two columns at once."""
         step = self.consumers * WARPGROUP * TOGETHER * Float32.width // 8
 
@@ -48,17 +44,3 @@ class ShortHeadsBackward(OnePassBackward):
                 add_four(address + step * block, [rDq[TOGETHER * block + i] for i in range(TOGETHER)])
 
         return add
-
-    def _round_chunk(self, mSums, mDq, at, chunk):
-        row, token, head, batch = at
-        begin, row = row // self.tile_q * self.tile_q, row % self.tile_q
-        blocks = self.d // CHUNK // self.consumers  # of columns, that a warpgroup has
-        thread = chunk // blocks * WARPGROUP + row // 16 * WARP + row % 8 * 4
-        number = chunk % blocks * (self.consumers * WARPGROUP) + thread
-        first = address_of(mSums, (begin, 0, head, batch), number * TOGETHER + row % 16 // 8 * 2)
-        rX, rOut = fragment(Float32, 2), fragment(mDq.element_type, CHUNK)
-        for i in range(CHUNK // 2):
-            load(rX, first + i * TOGETHER * Float32.width // 8)
-            for c in range(2):
-                rOut[2 * i + c] = (rX[c] * Float32(self.scale)).to(mDq.element_type)
-        store(rOut, address_of(mDq, (token, chunk * CHUNK, head, batch)))

@@ -71,7 +71,8 @@ class AttentionBackwardConfig(KernelConfig):
         key_stages: tiles of keys and values in shared memory.
         tile_q: queries of a tile of the kernel of keys and values.
         query_stages: tiles of queries and cotangents in shared memory.
-        one_pass: whether one kernel computes all gradients, with this tile of queries.
+        one_pass: what a CTA has of its own, ``keys`` or ``queries``, if one kernel computes all gradients, with the
+            tiles and stages of the kernel that has such; empty where two kernels do.
         warps: of a CTA that multiply by ``mma.sync``, each with 16 queries, or keys; 0 where warpgroups do.
         mask: the expression of the mask; empty if there is none.
         bounds: the expression of the mask's bounds over a tile.
@@ -83,7 +84,7 @@ class AttentionBackwardConfig(KernelConfig):
     key_stages: int
     tile_q: int
     query_stages: int
-    one_pass: bool = False
+    one_pass: str = ""
     warps: int = 0
     mask: str = ""
     bounds: str = ""

@@ -1,4 +1,4 @@
-"""Sums of the gradient of queries in float32, to which CTAs add, and the kernel that rounds them."""
+"""Sums of gradients in float32, to which CTAs add, and the kernels that round them."""
 
 import cutlass
 import cutlass.cute as cute
@@ -6,25 +6,25 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import dsl_user_op
 
+from cute_ops.kernels.attention.config import MMA_ROWS
 from cute_ops.kernels.attention.tiles import Sizes, address_of, row_at
 from cute_ops.kernels.lib.copy import fragment, load, store
+from cute_ops.kernels.tensor_core.sizes import WARP, WARPGROUP
 
-CHUNK = 8  # elements of dq that stay neighbours in the workspace
-THREADS = 256  # of a CTA that rounds dq
+CHUNK = 8  # elements of a row that a thread rounds
+THREADS = 256  # of a CTA that rounds
+TOGETHER = 4  # elements that a thread adds at once: two columns of two rows
 
 
 class SumsOfQueries:
-    """What kernels have that add to dq: ``tiles``, ``d``, ``scale``. Sums have whole tiles.
-
-    Attributes:
-        chunks: neighbouring chunks that change places by the row.
+    """What kernels by warps have that add to dq: ``tiles``, ``d`` and ``_round_chunk``, which knows how sums lie in a
+    tile. Sums have whole tiles.
     """
 
-    chunks = 1
-
     @cute.jit
-    def finish(self, mSums, mDq, packed: cutlass.Constexpr, stream):
+    def finish(self, mSums, outs: cutlass.Constexpr, packed: cutlass.Constexpr, stream):
         """Launch the kernel that rounds dq. ``packed``: sizes, where sums are those of packed sequences' tiles."""
+        (mDq,) = outs
         vectors = Int64(cute.size(mDq if packed is None else mSums)) // CHUNK
         self.round(mSums, mDq, packed).launch(
             grid=[Int32((vectors + (THREADS - 1)) // THREADS), 1, 1], block=[THREADS, 1, 1], stream=stream
@@ -45,12 +45,71 @@ class SumsOfQueries:
             if given:
                 self._round_chunk(mSums, mDq, (row, token, head, batch), chunk)
 
-    def _round_chunk(self, mSums, mDq, at, chunk):
-        row, token, head, batch = at
-        rX, rOut = fragment(Float32, CHUNK), fragment(mDq.element_type, CHUNK)
-        load(rX, address_of(mSums, (row, (chunk ^ (row % self.chunks)) * CHUNK, head, batch)))
-        rOut.store((rX.load() * Float32(self.scale)).to(mDq.element_type))
-        store(rOut, address_of(mDq, (token, chunk * CHUNK, head, batch)))
+
+class SumsOfTiles:
+    """What kernels by warpgroups have that add to gradients: ``tiles``, ``d``, ``scale``. Sums have whole tiles, in
+    which accumulators lie as threads have them, :data:`TOGETHER` of each thread side by side.
+
+    Attributes:
+        width: columns of sums.
+        axis: whether tiles are of queries, 0, or of keys, 1.
+        sharing: warpgroups that share the columns of a tile.
+    """
+
+    axis, sharing = 0, 1
+
+    @property
+    def width(self):
+        return self.d
+
+    @cute.jit
+    def finish(self, mSums, outs: cutlass.Constexpr, packed: cutlass.Constexpr, stream):
+        """Launch the kernel that rounds gradients.
+
+        Args:
+            mSums: (tokens, d, heads, batches); batches of one gradient follow those of the other.
+            outs: gradients: of queries; or of keys, and of values.
+            packed: sizes, where sums are those of packed sequences' tiles.
+        """
+        pairs = Int64(cute.size(mSums)) // (2 * CHUNK)
+        self.round(mSums, tuple(outs), packed).launch(
+            grid=[Int32((pairs + (THREADS - 1)) // THREADS), 1, 1], block=[THREADS, 1, 1], stream=stream
+        )
+
+    @cute.kernel
+    def round(self, mSums, outs, packed):
+        """Write a chunk of two rows, 8 apart, with each thread."""
+        index = Int64(cute.arch.block_idx()[0]) * THREADS + cute.arch.thread_idx()[0]
+        length, heads, batches = (Int32(mSums.shape[i]) for i in (0, 2, 3))
+        pair_index, chunk = index // (self.width // CHUNK), Int32(index % (self.width // CHUNK))
+        if index < Int64(cute.size(mSums)) // (2 * CHUNK):
+            pair, head, which = row_at(pair_index, length // 2, heads)
+            row, batches = pair // 8 * MMA_ROWS + pair % 8, batches // len(outs)
+            rows = self._load_rows(mSums, (row, head, which), chunk)
+            for i, rX in enumerate(rows):
+                token, given = row + 8 * i, row + 8 * i < Int32(outs[0].shape[0])
+                if const_expr(packed is not None):
+                    token, given = self.tiles.token_of(row + 8 * i, Sizes(*packed), self.axis)
+                for j, (mOut, scale) in enumerate(zip(outs, (self.scale, 1.0))):
+                    if given & (which // batches == j) & (chunk < mOut.shape[1] // CHUNK):
+                        rOut = fragment(mOut.element_type, CHUNK)
+                        rOut.store((rX.load() * Float32(scale)).to(mOut.element_type))
+                        store(rOut, address_of(mOut, (token, chunk * CHUNK, head, which - j * batches)))
+
+    def _load_rows(self, mSums, at, chunk):
+        """A chunk of two rows, which four threads have; ``at``: the first row, the head and the batch."""
+        row, head, which = at
+        size, columns = (self.tiles.tile_q, self.tiles.tile_k)[self.axis], self.width // CHUNK // self.sharing
+        place = row % size
+        thread = chunk // columns * WARPGROUP + place // MMA_ROWS * WARP + place % 8 * 4
+        number = chunk % columns * (self.sharing * WARPGROUP) + thread
+        first = address_of(mSums, (row - place, 0, head, which), number * TOGETHER)
+        rows, rX = [fragment(Float32, CHUNK) for _ in range(2)], fragment(Float32, TOGETHER)
+        for i in range(CHUNK // 2):
+            load(rX, first + i * (TOGETHER * Float32.width // 8))
+            for j in range(TOGETHER):
+                rows[j // 2][2 * i + j % 2] = rX[j]
+        return rows
 
 
 @dsl_user_op

@@ -368,11 +368,14 @@ class Tiles:
             low = low + begun * step
         return low, extent(sizes.offsets[axis], low, sizes.lengths[axis])[0] // tile + low
 
-    def token_of(self, row, sizes):
-        """The token that a row stands for where sequences have whole tiles, and whether there is one."""
-        tile, own = self.placed(row // self.tile_q, Int32(0), Int32(0), sizes, 0)
-        query = tile.block * self.tile_q + row % self.tile_q
-        return own.starts[0] + query, query < own.seqlen_q
+    def token_of(self, row, sizes, axis=0):
+        """The token that a row of queries, 0, or of keys, 1, stands for where sequences have whole tiles, and whether
+        there is one.
+        """
+        size = (self.tile_q, self.tile_k)[axis]
+        tile, own = self.placed(row // size, Int32(0), Int32(0), sizes, axis)
+        place = tile.block * size + row % size
+        return own.starts[axis] + place, place < own.lengths[axis]
 
     def bounds(self, tile, sizes, queries, keys):
         """Whether the mask is true of all scores of a tile, and whether it may be true of one."""

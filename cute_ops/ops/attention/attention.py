@@ -239,7 +239,7 @@ OFFSETS = {f"cu_seqlens_{x}": Tensor("b+1", "int32", upper_bound=size) for x, si
 BACKWARD_DOC = """Gradients of :func:`attention`, which computes the scores again.
 
     ``ds = p * (dout @ v.T - sum(dout * out) + dlse)``, ``dq = scale * ds @ k``, ``dk = scale * ds.T @ q``, ``dv = p.T
-    @ dout``. dq is deterministic if asked for, the others are.
+    @ dout``. They are deterministic if asked for; else those are not that CTAs add up in memory.
     """
 DOC = """Attention of queries to keys and values, with grouped heads.
 
@@ -257,14 +257,15 @@ DOC = """Attention of queries to keys and values, with grouped heads.
         left: keys before its own that a query attends to at most; -1 is all.
         right: keys after its own that a query attends to at most; -1 is all.
         softcap: ``softcap * tanh(score / softcap)`` takes the place of a score; 0 is none.
-        deterministic: the gradient of q is summed in a fixed order, too, which takes longer where d = e is at most 128.
+        deterministic: gradients are summed in a fixed order, too, which takes longer.
         fused: ``"auto"`` runs the kernel in 16 bits, and else the same formula in the framework's functions, which
             needs memory for all scores; ``"always"`` the kernel, ``"never"`` the framework's functions.
 
     Returns:
         ``out``: ``T[*m s g*r e]`` and ``lse``: ``float32[*m g*r s]``, compact. Sums and exponentials in float32;
         weights are rounded to T before they multiply values. A row that attends to nothing is 0, its lse -inf. Both
-        have a gradient, which computes the scores again. Results are deterministic, gradients but that of q, too.
+        have a gradient, which computes the scores again. Results are deterministic, gradients where that is asked for:
+        else that of q, or of k and v where heads have more than 128 elements, may differ in the last digits.
 
     Raises:
         TypeError: a dtype that is not listed.

@@ -30,8 +30,10 @@ C = TypeVar("C", AttentionConfig, AttentionBackwardConfig)
 THREADS, UNROLL = 128, 4
 # Keys of a tile and warpgroups, by the most elements of a head.
 KEYS = {64: (128, 3), 128: (128, 2), 192: (96, 2), 256: (80, 2)}
-# In one pass, queries and slots by the elements of a head.
-ONE_PASS = {64: (64, 3), 128: (64, 2)}
+# In one pass, by the elements of a head: queries and slots of CTAs with keys of their own, keys and slots of others.
+ONE_PASS = {64: (64, 3), 80: (64, 3), 96: (64, 3), 112: (64, 2), 128: (64, 2)}
+ONE_PASS_OF_QUERIES = {192: (64, 2), 256: (64, 1)}
+COLUMNS = 64  # of such a head, at least, and a divisor
 # By the most elements of a head, keys and slots of the gradient of queries, then queries and slots of that of keys and
 # values.
 BACKWARD = {64: (128, 2, 96, 2), 128: (96, 2, 48, 2), 192: (64, 2, 32, 2), 256: (64, 1, 32, 2)}
@@ -104,16 +106,19 @@ def attention_bwd(own: mods.Own, problem: Problem) -> AttentionBackwardConfig:
     score = mods.score_of(problem.attrs["softcap"], own.score)
     changes = *_mask(own, problem), *((score.text, text_of(mods.gradient_of(score))) if score else ("", ""))
     size, d, tiles = _headdim(problem), problem.dims["d"], _of_size(BACKWARD, problem)
-    one_pass = not problem.attrs["deterministic"] and d == problem.dims["e"] and size <= max(ONE_PASS)
+    e, one_pass = problem.dims["e"], not problem.attrs["deterministic"]
     if not by_warpgroups(problem.arch):
-        choices = [(True, *each) for each in ONE_PASS_BY_WARPS if one_pass and _divides_columns(d, *each[:2])]
-        choices += [(False, *each) for each in _of_size(BACKWARD_BY_WARPS, problem)]
+        one_pass = one_pass and d == e and size <= max(ONE_PASS)
+        choices = [("keys", *each) for each in ONE_PASS_BY_WARPS if one_pass and _divides_columns(d, *each[:2])]
+        choices += [("", *each) for each in _of_size(BACKWARD_BY_WARPS, problem)]
         configs = (AttentionBackwardConfig(*each[2:] * 2, each[0], each[1], *changes) for each in choices)
         return _that_fits(configs, problem)
-    one_pass = one_pass and size in ONE_PASS
-    if one_pass:
-        tiles = *tiles[:2], *ONE_PASS[size]
-    return AttentionBackwardConfig(*tiles, one_pass, 0, *changes)
+    if one_pass and d == e and size in ONE_PASS:
+        return AttentionBackwardConfig(*tiles[:2], *ONE_PASS[size], "keys", 0, *changes)
+    if one_pass and size > max(ONE_PASS) and not (d % COLUMNS or e % COLUMNS):
+        of_queries = _of_size(ONE_PASS_OF_QUERIES, problem)
+        return AttentionBackwardConfig(*of_queries, *tiles[2:], "queries", 0, *changes)
+    return AttentionBackwardConfig(*tiles, "", 0, *changes)
 
 
 def _divides_columns(d: int, warps: int, tile: int) -> bool:
@@ -165,23 +170,26 @@ def workspace_cached(own: mods.Own, problem: Problem, config: Config) -> dict[st
 
 
 def workspace_bwd(own: mods.Own, problem: Problem, config: Config) -> dict[str, Array | None]:
-    """Numbers for each row of each head: the sum of its output times its cotangent, in one pass its log-sum-exp, too,
-    of whole tiles; there the sums of the gradient of queries; and tables of what the mask reads, over the tiles of each
-    kernel.
+    """Numbers for each row of each head: the sum of its output times its cotangent, and its log-sum-exp, of whole
+    tiles, where CTAs have keys of their own in one pass; sums of the gradients that CTAs add up: of queries, or of keys
+    and then of values; tables of what the mask reads, over the tiles of each kernel.
     """
     dims, chosen = problem.dims, AttentionBackwardConfig.of(config)
-    rows, length = (problem.m, dims["g"] * dims["r"]), dims["s"]
-    if chosen.one_pass:
+    rows, length, sums = (problem.m, dims["g"] * dims["r"]), dims["s"], None
+    if chosen.one_pass == "keys":
         tile = chosen.tile_q if _is_packed(problem) else chosen.block
         length = _blocks(problem, "s", tile) * tile
+        sums = Array((*rows, length, dims["d"]), "float32")
+    elif chosen.one_pass == "queries":
+        keys = _blocks(problem, "t", chosen.tile_k) * chosen.tile_k
+        sums = Array((2 * problem.m, dims["g"], keys, _headdim(problem)), "float32")
     of_rows = Array((*rows, length), "float32")
     first = _tables(own, problem, {"queries": chosen.block, "keys": chosen.tile_k})
     second = _tables(own, problem, {"queries": chosen.tile_q, "keys": chosen.block})
     return {
-        "delta": of_rows, "logs": of_rows if chosen.one_pass else None,
-        "sums": Array((*rows, length, dims["d"]), "float32") if chosen.one_pass else None,
-        **(dict.fromkeys(first) if chosen.one_pass else first),
-        **{f"{name}_2": table for name, table in second.items()},
+        "delta": of_rows, "logs": of_rows if chosen.one_pass == "keys" else None, "sums": sums,
+        **(dict.fromkeys(first) if chosen.one_pass == "keys" else first),
+        **{f"{name}_2": None if chosen.one_pass == "queries" else table for name, table in second.items()},
     }  # fmt: skip
 
 
