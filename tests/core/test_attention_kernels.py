@@ -66,7 +66,7 @@ def tables(xp: Any, score: Any, batch: Any, head: Any, q: Any, k: Any, table: An
 
 
 def band(xp: Any, batch: Any, head: Any, q: Any, k: Any) -> Any:
-    return xp.logical_and(k - q < 3, xp.logical_and(-k <= 70.5 - q, q + 1.5 > k - 40))
+    return xp.logical_and(k - q < 3, xp.logical_and(-k <= 70 - q, q + 2 > k - 40))
 
 
 def modded(number: int) -> tuple[Call, Functions]:

@@ -104,6 +104,11 @@ def function_of(*op: str) -> Callable[..., np.ndarray]:
             wide = bits.astype(np.uint16).view(HALVES[kind]) if kind in HALVES else number(bits, kind)
             return wide.astype(np.float32).view(np.uint32).astype(np.int64)
 
+    elif op[:2] == ("cvt", "rzi") and op[-2:] == ("f32", "f32"):
+
+        def function(bits: np.ndarray) -> np.ndarray:
+            return np.trunc(floats(bits)).view(np.uint32).astype(np.int64)
+
     elif op[:2] == ("cvt", "rzi") and kind == "f32":
 
         def function(bits: np.ndarray) -> np.ndarray:

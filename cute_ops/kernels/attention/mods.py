@@ -10,6 +10,7 @@ from cute_ops.expressions.graph import operands_of
 from cute_ops.expressions.reads import SIZE, Mod, known, ranged
 from cute_ops.expressions.text import text_of
 from cute_ops.kernels.attention.folding import Folded, Scaled
+from cute_ops.kernels.attention.limits import WORD, are_pairs, bit_of, interval, limits_of, words_of
 from cute_ops.kernels.emit.emitter import Emitter
 from cute_ops.kernels.emit.primitives import DEVICE
 from cute_ops.kernels.lib.activation import LOG2_E
@@ -122,6 +123,8 @@ class Mods:
         self.cap = cap and (cap[0], cap[1] * scale)
         self.by_query, self.by_key = ranged(self.mask.mod) if self.mask else ([], [])
         self.masks_by_head = self.mask is not None and depends_on_head(self.mask.mod)
+        # Of rows of queries, and of keys.
+        self.limits = [[], []] if self.mask is None else [limits_of(self.mask.mod, axis, FAST) for axis in (K, Q)]
 
     def bounds(self, tile, place, tiles, sizes):
         """Whether the mask is true of all scores of a tile, and whether it may be true of one.
@@ -224,6 +227,9 @@ class Mods:
 
     def hide(self, values, place, hidden):
         """Replace values of keys that a query does not attend to, and of what lies behind the last key."""
+        if self.limits[place.keys_down] is not None and are_pairs(place.columns) and not place.heads_by_row:
+            self._hide_outside(values, place, hidden)
+            return
         last, loaded = Float32(place.sizes.seqlen_k), {}
         for r, c, at, coordinates in place.each(down=self.mask is not None and bool(self.mask.mod.reads)):
             kept = coordinates[3] < last
@@ -231,6 +237,22 @@ class Mods:
                 operands = self.mask.operands(coordinates, place.sizes.captured, loaded, at)
                 kept = kept & self.mask.emit(*operands)[0]
             values[r, c] = cutlass.select_(kept, values[r, c], Float32(hidden))
+
+    def _hide_outside(self, values, place, hidden):
+        """:meth:`hide` of a mask that lets an interval of each row pass."""
+        down, count, last = place.keys_down, len(place.columns), place.sizes.seqlen_k
+        batch, head = Float32(place.tile.batch), Float32(place.tile.head)
+        for r, row in enumerate(place.rows):
+            row = row + place.shifts[0]
+            at = (Float32(0.0), Float32(row)) if down else (Float32(row), Float32(0.0))
+            operands = batch, head, *at, *place.sizes.counts
+            low, high = interval(self.limits[down], operands, high=None if down else last - 1)
+            words = words_of(low, high, place.start + place.shifts[1], count)
+            if down:
+                words = [cutlass.select_(row < last, word, Int32(0)) for word in words]
+            for c in range(count):
+                kept = (words[c // WORD] & Int32(bit_of(c % WORD))) != 0
+                values[r, c] = cutlass.select_(kept, values[r, c], Float32(hidden))
 
     def derive(self, cotangents, products, place):
         """Multiply cotangents of changed scores by the derivative of the change, of products of queries and keys."""
