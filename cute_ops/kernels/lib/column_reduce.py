@@ -11,6 +11,9 @@ from cute_ops.kernels.lib.copy import fragment
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 
 BATCH = 8
+# Columns of a CTA by those of a workspace. With FEW_LEVELS_FROM of them one thread adds up what those of a column have.
+COLUMNS = ((2048, 8), (8192, 16), (32768, 32), (float("inf"), 128))
+FEW_LEVELS_FROM = 128
 TERMS = 64  # that a thread adds one after another before it folds their sum into a total
 
 
@@ -29,8 +32,8 @@ class ColumnSum:
     """``out[c] = sum_p partials[p, c]`` in fp32, rounded once to out's dtype.
 
     Tile: a CTA of 512 threads takes ``columns`` columns of one workspace. The ``512 / columns`` threads of a column add
-    every ``512 / columns``-th row each, then a warp adds their sums. CTAs take few columns if there are few altogether,
-    and so many that all CTAs run at once if possible.
+    every ``512 / columns``-th row each, then a warp adds their sums, or one of them if they are few. CTAs take few
+    columns if there are few altogether, and many of long rows, of which a workspace has few.
     Shared memory: 2 KB. Bytes moved: the workspaces once, mostly from L2.
 
     Args:
@@ -38,7 +41,7 @@ class ColumnSum:
     """
 
     def __init__(self, n, arch):
-        self.columns = 8 if n is not None and n <= 2048 else 16 if n is not None and n <= 8192 else 32
+        self.columns = next((columns for most, columns in COLUMNS if n is not None and n <= most), 32)
         self.depth = 512 // self.columns
         self.pdl = can_use_pdl(arch)
 
@@ -88,6 +91,17 @@ class ColumnSum:
                     total = total + cutlass.select_(p + i * self.depth < count, rPartials[i], Float32(0.0))
         sSum[x, level] = total
         cute.arch.barrier()
+        if const_expr(self.columns >= FEW_LEVELS_FROM):
+            if (level == 0) & (start + x < n):
+                for d in cutlass.range_constexpr(1, self.depth):
+                    total = total + sSum[x, d]
+                mOut[start + x] = total.to(mOut.element_type)
+        else:
+            self._add_levels(mOut, sSum, start, n)
+
+    @cute.jit
+    def _add_levels(self, mOut, sSum, start: Int32, n: Int32):
+        x, level, _ = cute.arch.thread_idx()
         thread = level * self.columns + x
         lane, warp = thread % WARP, thread // WARP
         for c in cutlass.range(warp, self.columns, 512 // WARP, unroll=1):

@@ -4,11 +4,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
-from cute_ops.hardware import WARP
-from cute_ops.kernels.lib.copy import fragment, gmem_elements, store_if
+from cute_ops.hardware import VECTOR_BYTES, WARP
+from cute_ops.kernels.lib.copy import fragment, gmem_elements, load, store_if
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_layout import extent, row_address
 from cute_ops.kernels.routing.config import PlacesConfig
+
+# Counts of so many classes are loaded together.
+QUAD = VECTOR_BYTES // 4
 
 
 class ClassPlaces:
@@ -18,7 +21,7 @@ class ClassPlaces:
     classes in each share. In the second a CTA adds up the counts of all shares and of those before its own, and a warp
     walks its part of the share, 32 numbers at a time: ballots on the bits of the class tell which lanes have equal
     classes. Numbers that are no class come after all others.
-    Shared memory: 4 bytes per class, and again for each warp.
+    Shared memory: 12 bytes per class, and 4 more for each warp.
     Bytes moved per number: index twice, place once; the counts once for each CTA, from L2.
     """
 
@@ -26,7 +29,9 @@ class ClassPlaces:
         self.variant, self.keys, self.config = variant, variant.tensors, PlacesConfig(**variant.config)
         self.k, self.classes = variant.dims["k"], variant.attrs["classes"]
         self.bins = self.classes + 1
+        self.quads, self.chunks = -(-self.bins // QUAD), -(-self.bins // WARP)
         self.threads, self.warps = self.config.threads, self.config.threads // WARP
+        self.groups = self.threads // self.quads
         self.pdl = can_use_pdl(variant.arch)
 
     @cute.jit
@@ -78,6 +83,8 @@ class ClassPlaces:
         warp, lane = tidx // WARP, tidx % WARP
         smem = cutlass.utils.SmemAllocator()
         sTotal = smem.allocate_tensor(Int32, cute.make_layout(self.bins), byte_alignment=16)
+        sStart = smem.allocate_tensor(Int32, cute.make_layout(self.chunks * WARP), byte_alignment=16)
+        sChunk = smem.allocate_tensor(Int32, cute.make_layout(self.chunks), byte_alignment=16)
         sBefore = smem.allocate_tensor(Int32, cute.make_layout(self.bins), byte_alignment=16)
         layout = cute.make_layout((self.bins + 1, self.warps))  # the last one of lanes without a number
         sNext = smem.allocate_tensor(Int32, layout, byte_alignment=16)
@@ -93,28 +100,62 @@ class ClassPlaces:
         first, end = self._share(mIndex, self.warps, warp, first, end)
         for i in cutlass.range(first + lane, end, WARP, unroll=4):
             cute.arch.atomic_add(sNext[None, warp].iterator + self._bin(mIndex, i), Int32(1))
-        for i in cutlass.range(tidx, self.config.ctas * self.bins, self.threads, unroll=8):
-            row = i // self.bins
-            e = i - row * self.bins
-            found = mCounts[row, e]
-            cute.arch.atomic_add(sTotal.iterator + e, found)
-            cute.arch.atomic_add(sBefore.iterator + e, Int32(cutlass.select_(row < cta, found, Int32(0))))
+        self._add_shares(mCounts, sTotal, sBefore, cta)
+        cute.arch.sync_threads()
+        for chunk in cutlass.range(warp, self.chunks, self.warps, unroll=1):
+            self._start_chunk(sTotal, sStart, sChunk, chunk, lane)
         cute.arch.sync_threads()
         for e in cutlass.range(tidx, self.bins, self.threads, unroll=1):
-            self._place_bin(mEnds, sTotal, sBefore, sNext, e, cta)
+            start = sStart[e]
+            for chunk in cutlass.range(e // WARP, unroll=1):
+                start += sChunk[chunk]
+            self._place_bin(mEnds, sBefore, sNext, (e, start, sTotal[e]), cta)
         cute.arch.sync_threads()
         steps = (end - first + (WARP - 1)) // WARP
         for step in cutlass.range(steps, unroll=1):
             self._place(mIndex, mPlace, sNext[None, warp], first + step * WARP, end, lane)
 
     @cute.jit
-    def _place_bin(self, mEnds, sTotal: cute.Tensor, sBefore: cute.Tensor, sNext: cute.Tensor, e: Int32, cta: Int32):
+    def _add_shares(self, mCounts: cute.Tensor, sTotal: cute.Tensor, sBefore: cute.Tensor, cta: Int32):
+        """Add up the counts of all shares and of those before this CTA's: a thread those of four classes in every
+        ``groups``-th share.
+        """
+        tidx = cute.arch.thread_idx()[0]
+        group, e = tidx // self.quads, tidx % self.quads * QUAD
+        if group < self.groups:
+            rTotal, rBefore = fragment(Int32, QUAD, 0), fragment(Int32, QUAD, 0)
+            for row in cutlass.range(group, self.config.ctas, self.groups, unroll=8):
+                rFound = fragment(Int32, QUAD)
+                load(rFound, mCounts.iterator.toint() + (row * self.quads * QUAD + e) * 4)
+                for j in cutlass.range_constexpr(QUAD):
+                    rTotal[j] = rTotal[j] + rFound[j]
+                    rBefore[j] = rBefore[j] + Int32(cutlass.select_(row < cta, rFound[j], Int32(0)))
+            for j in cutlass.range_constexpr(QUAD):
+                if e + j < self.bins:
+                    cute.arch.atomic_add(sTotal.iterator + (e + j), rTotal[j])
+                    cute.arch.atomic_add(sBefore.iterator + (e + j), rBefore[j])
+
+    @cute.jit
+    def _start_chunk(self, sTotal: cute.Tensor, sStart: cute.Tensor, sChunk: cute.Tensor, chunk: Int32, lane: Int32):
+        """Add up a warp's classes: those before each, and all."""
+        e = chunk * WARP + lane
+        own = Int32(0)
+        if e < self.bins:
+            own = sTotal[e]
+        total = own
+        for step in cutlass.range_constexpr(WARP.bit_length() - 1):
+            below = cute.arch.shuffle_sync(total, (lane - (1 << step)) & (WARP - 1))
+            total = total + Int32(cutlass.select_(lane >= 1 << step, below, Int32(0)))
+        sStart[e] = total - own
+        if lane == WARP - 1:
+            sChunk[chunk] = total
+
+    @cute.jit
+    def _place_bin(self, mEnds, sBefore: cute.Tensor, sNext: cute.Tensor, known: cutlass.Constexpr, cta: Int32):
         """Find a class's first place for each warp of this CTA, and write where the class ends."""
-        start = Int32(0)
-        for other in cutlass.range(self.bins, unroll=8):
-            start += Int32(cutlass.select_(other < e, sTotal[other], Int32(0)))
+        e, start, total = known
         if (cta == 0) & (e < self.classes):
-            mEnds[e] = start + sTotal[e]
+            mEnds[e] = start + total
         start += sBefore[e]
         for w in cutlass.range_constexpr(self.warps):
             found = sNext[e, w]

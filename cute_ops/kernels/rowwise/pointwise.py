@@ -150,7 +150,11 @@ class Pointwise:
     def _launch(self, inputs, outputs, stream):
         rows, n = self._shape(outputs[0])
         vectors = rows * ((n + (self.vec - 1)) // self.vec)
-        kernel = self.tiles if const_expr(self.tiled) else self.kernel
+        kernel = self.kernel
+        if const_expr(self.one_row):
+            kernel = self.tiles if const_expr(self.whole) else self.long_row
+        elif const_expr(self.tiled):
+            kernel = self.tiles
         kernel(inputs, outputs).launch(
             grid=[Int32((vectors + (self.block - 1)) // self.block), 1, 1],
             block=[self.threads, 1, 1],
@@ -170,6 +174,19 @@ class Pointwise:
     @cute.kernel
     def tiles(self, inputs, outputs):
         """A CTA takes a segment of one row, and gives it to its threads by a tiled copy."""
+        self._take_tile(inputs, outputs)
+
+    @cute.kernel
+    def long_row(self, inputs, outputs):
+        """As :meth:`tiles` of one long row that ends within a vector: its last CTA masks vectors."""
+        _, n = self._shape(outputs[0])
+        if (Int64(cute.arch.block_idx()[0]) + 1) * (self.block * self.vec) <= n:
+            self._take_tile(inputs, outputs)
+        else:
+            self._take_vectors(inputs, outputs)
+
+    @cute.jit
+    def _take_tile(self, inputs: cutlass.Constexpr, outputs: cutlass.Constexpr):
         tidx, _, _ = cute.arch.thread_idx()
         bidx, _, _ = cute.arch.block_idx()
         rows, n = self._shape(outputs[0])
@@ -258,6 +275,10 @@ class Pointwise:
     @cute.kernel
     def kernel(self, inputs, outputs):
         """A CTA takes vectors of any rows, which it finds by division."""
+        self._take_vectors(inputs, outputs)
+
+    @cute.jit
+    def _take_vectors(self, inputs: cutlass.Constexpr, outputs: cutlass.Constexpr):
         tidx, _, _ = cute.arch.thread_idx()
         bidx, _, _ = cute.arch.block_idx()
         rows, n = self._shape(outputs[0])

@@ -18,6 +18,7 @@ SORT_COLUMNS, SELECT_COLUMNS, SORTED_ROW, SORTED_MOST = 64, 32, 1024, 16
 SORT_THREADS, SELECT_SM_THREADS = 128, {True: 1280, False: 1024}
 # Threads of a CTA that finds places: sixteen warps, whose counts of 1024 classes take 64 KB.
 PLACES_THREADS = 512
+PLACES_QUAD = VECTOR_BYTES // ITEMSIZE["int32"]
 # Vectors of a thread that adds up rows.
 GATHERED_VECTORS = 4
 
@@ -56,8 +57,9 @@ def places(problem: Problem) -> PlacesConfig:
 
 
 def counts(problem: Problem, flat: Config) -> dict[str, Array | None]:
-    """How many numbers of each class, and of none, each CTA has."""
-    return {"counts": Array((PlacesConfig(**flat).ctas, problem.attrs["classes"] + 1), "int32")}
+    """How many numbers of each class, and of none, each CTA has, in whole vectors."""
+    bins = -(-(problem.attrs["classes"] + 1) // PLACES_QUAD) * PLACES_QUAD
+    return {"counts": Array((PlacesConfig(**flat).ctas, bins), "int32")}
 
 
 def _gathered(problem: Problem, most: int, each: int) -> GatherConfig:
