@@ -9,6 +9,8 @@ from cute_ops.kernels.lib.row_config import RowConfig
 SEGMENT = 8192
 # Rows that do not start on multiples of half a vector are moved into place if they have at least this many vectors.
 MOVED_FROM = 8
+# Counts of classes that are loaded together.
+QUAD = 4
 
 
 class TopkConfig(RowConfig):

@@ -4,14 +4,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
-from cute_ops.hardware import VECTOR_BYTES, WARP
+from cute_ops.hardware import WARP
 from cute_ops.kernels.lib.copy import fragment, gmem_elements, load, store_if
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_layout import extent, row_address
-from cute_ops.kernels.routing.config import PlacesConfig
-
-# Counts of so many classes are loaded together.
-QUAD = VECTOR_BYTES // 4
+from cute_ops.kernels.routing.config import QUAD, PlacesConfig
 
 
 class ClassPlaces:

@@ -7,7 +7,7 @@ import math
 from cute_ops.declaration.config import Config, Problem
 from cute_ops.declaration.shapes import ITEMSIZE, Array
 from cute_ops.hardware import ARCHES, VECTOR_BYTES, WARP
-from cute_ops.kernels.routing.config import MOVED_FROM, SEGMENT, GatherConfig, PlacesConfig, TopkConfig
+from cute_ops.kernels.routing.config import MOVED_FROM, QUAD, SEGMENT, GatherConfig, PlacesConfig, TopkConfig
 from cute_ops.ops.rows import threads_for
 
 # Columns of a thread that sorts, and of one that selects; the longest rows that are sorted, and the most numbers of
@@ -16,9 +16,8 @@ SORT_COLUMNS, SELECT_COLUMNS, SORTED_ROW, SORTED_MOST = 64, 32, 1024, 16
 # Threads of a CTA that sorts; of an SM those that select, by whether rows consist of whole vectors: else each number
 # takes a register.
 SORT_THREADS, SELECT_SM_THREADS = 128, {True: 1280, False: 1024}
-# Threads of a CTA that finds places: sixteen warps, whose counts of 1024 classes take 64 KB.
-PLACES_THREADS = 512
-PLACES_QUAD = VECTOR_BYTES // ITEMSIZE["int32"]
+# Threads of a CTA that finds places, and classes up to which it has twice as many: counts of all its warps take 66 KB.
+PLACES_THREADS, FEW_CLASSES = 512, 512
 # Vectors of a thread that adds up rows.
 GATHERED_VECTORS = 4
 
@@ -53,12 +52,13 @@ def scattered_rows(problem: Problem) -> GatherConfig:
 
 def places(problem: Problem) -> PlacesConfig:
     """A CTA for each SM; each of its warps counts classes apart."""
-    return PlacesConfig(PLACES_THREADS, problem.sm_count)
+    few = problem.attrs["classes"] <= FEW_CLASSES
+    return PlacesConfig(2 * PLACES_THREADS if few else PLACES_THREADS, problem.sm_count)
 
 
 def counts(problem: Problem, flat: Config) -> dict[str, Array | None]:
     """How many numbers of each class, and of none, each CTA has, in whole vectors."""
-    bins = -(-(problem.attrs["classes"] + 1) // PLACES_QUAD) * PLACES_QUAD
+    bins = -(-(problem.attrs["classes"] + 1) // QUAD) * QUAD
     return {"counts": Array((PlacesConfig(**flat).ctas, bins), "int32")}
 
 
