@@ -4,6 +4,7 @@ code.
 
 from __future__ import annotations
 
+import math
 import re
 import secrets
 from collections.abc import Callable
@@ -28,7 +29,7 @@ from cute_ops.jit.layout import Memory
 from cute_ops.jit.plan import plan
 from cute_ops.jit.target import parse
 from cute_ops.jit.variant import Variant
-from cute_ops.kernels.gemm.config import GemmConfig
+from cute_ops.kernels.gemm.config import STORE_BYTES, GemmConfig
 from cute_ops.kernels.gemm.scheduler import bytes_by_grouping, tile_count, tile_of, tile_of_batch
 from cute_ops.ops.gemm.accumulate import linear_dweight_add
 from cute_ops.ops.gemm.config import EpilogueCost, GemmSize, choose, configs, sm_cycles
@@ -398,6 +399,8 @@ def test_results_without_tma(
         (linear_dweight, "cooperative", (128, 256), (1, 1), (80, 136, 264)),
         (linear_dweight_add, "cooperative", (128, 128), (1, 1), (80, 136, 264)),
         (linear_dweight_add, "pingpong", (64, 128), (2, 1), (200, 264, 136)),
+        (linear, "pingpong", (64, 128), (2, 2), (260, 530, 200)),
+        (linear_dx, "pingpong", (64, 256), (4, 1), (300, 330, 136)),
     ],
     ids=lambda value: getattr(value, "name", str(value)),
 )  # fmt: skip
@@ -425,17 +428,21 @@ def test_results_with_tma(
         (linear_dweight, "pingpong", (64, 64), 2, (80, 136, 264)),
         (linear_float32, "pingpong", (64, 64), 4, (33, 9, 8)),
         (linear_dweight_add, "cooperative", (128, 64), 2, (80, 136, 264)),
+        (linear, "pingpong", (64, 64), 4, (70, 136, 264)),
+        (linear_dx, "cooperative", (128, 64), 4, (130, 72, 392)),
+        (linear_dweight, "pingpong", (64, 192), 4, (80, 200, 136)),
     ],
     ids=lambda value: getattr(value, "name", str(value)),
 )  # fmt: skip
 def test_a_cluster_shares_the_terms_of_a_tile(
     op: Op, form: Any, tile: tuple[int, int], ranks: int, sizes: tuple[int, int, int], on_cpu: Callable[..., Any]
 ) -> None:
-    """Some CTAs have no terms, some no columns."""
+    """Some CTAs have no terms, some no columns, some store 16 at once."""
     given = integers(op, "bfloat16", sizes)
     (exact,) = testing.run_reference(op, given, {})
-    stages = {"store_stages": 2, "tile_stages": 2} if op.mutates else {"store_stages": 2}
-    (out,) = on_cpu(op, given, "sm_90a", GemmConfig(form, *tile, 3, 2, cluster_k=ranks, **stages)).values()
+    stored = 2 * math.gcd(tile[1] // ranks, 32) if op is not linear_float32 else STORE_BYTES
+    more = {"store_stages": 2, "store_bytes": stored, "tile_stages": 2 if op.mutates else 0}
+    (out,) = on_cpu(op, given, "sm_90a", GemmConfig(form, *tile, 3, 2, cluster_k=ranks, **more)).values()
     np.testing.assert_array_equal(out, exact)
 
 

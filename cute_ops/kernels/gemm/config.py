@@ -16,7 +16,8 @@ ROW_PARTIALS = "row_partials"  # the workspace of reductions of rows
 EXCHANGE = "exchange"  # mbarriers of the exchange of partial sums of a cluster that shares k
 REGISTERS = RegisterBudget(load=40, multiply=232)
 OPERAND_BYTES = (2, 2)  # of an element of each operand, if these have 16 bits
-STORE_BYTES = 64  # of a row of the subtile that is stored at once, of the tensor with the smallest elements
+LEAST_STORED = 16  # columns that warps store at once, by matrices of 16 x 16
+STORE_BYTES = 64  # of a row of the subtile that is stored at once, unless a tile's rows are no multiple of it
 
 
 class Barrier(IntEnum):
@@ -57,6 +58,7 @@ class GemmConfig(KernelConfig):
             call's last tensor.
         half_align: bytes, at most 16, that divide the offset of the up projection in a row ``[gate | up]``.
         warps_n: warps of ``mma_sync`` along n.
+        store_bytes: of a row of the subtile that is stored at once, of the tensor with the smallest elements.
     """
 
     form: Form
@@ -79,6 +81,7 @@ class GemmConfig(KernelConfig):
     warps_n: int = 4
     cluster_k: int = 1
     edge_m: int = 0
+    store_bytes: int = STORE_BYTES
 
     @property
     def threads(self) -> int:
@@ -118,7 +121,7 @@ class GemmConfig(KernelConfig):
 
     def subtile(self, *itemsizes: int) -> tuple[int, int]:
         """Rows and columns of a tile that are stored at once, for outputs and operands of these sizes."""
-        return MMA_M * self.sharing, STORE_BYTES // min(itemsizes)
+        return MMA_M * self.sharing, self.store_bytes // min(itemsizes)
 
     @property
     def stage_bytes(self) -> int:

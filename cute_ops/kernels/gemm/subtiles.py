@@ -10,7 +10,7 @@ from cutlass.cute.nvgpu.warp import LdMatrix8x8x16bOp, StMatrix8x8x16bOp
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as hopper
 
-from cute_ops.kernels.gemm.config import GemmConfig
+from cute_ops.kernels.gemm.config import LEAST_STORED, GemmConfig
 from cute_ops.kernels.tensor_core.pipeline import Consumer, Producer, tma_pipeline
 from cute_ops.kernels.tensor_core.scheduler import persistent
 from cute_ops.kernels.tensor_core.sizes import WARP, WARPGROUP
@@ -20,7 +20,7 @@ from cute_ops.kernels.tensor_core.tma import TmaTensor, load_tensor, store_tenso
 # The compiler takes frozen dataclasses for values that loops do not change.
 @dataclass(frozen=True)
 class Subtiles:
-    """How a tile is cut: into 64 rows of each warpgroup and 64 bytes of columns, of the tensor with the smallest
+    """How a tile is cut: into 64 rows of each warpgroup and 64 or 32 bytes of columns, of the tensor with the smallest
     elements.
 
     Attributes:
@@ -43,12 +43,12 @@ class Subtiles:
         """Subtiles of a tile.
 
         Raises:
-            ValueError: the tile is not cut into whole ones, or there is one output stage, which would be written while
-                it is stored.
+            ValueError: the tile is not cut into whole ones, one has fewer columns than a warp's matrices, or there is
+                one output stage, which would be written while it is stored.
         """
         sub_m, sub_n = self.shape
         count, left = divmod(self.config.tile_m * self.columns, sub_m * sub_n)
-        if left or self.config.store_stages < 2:
+        if left or sub_n < LEAST_STORED or self.config.store_stages < 2:
             raise ValueError(f"{count} subtiles of {sub_m} x {sub_n} with {self.config.store_stages} stages")
         return count
 
