@@ -32,6 +32,22 @@ CUBIC = Near((0.9999965658347145, -0.3314233210879795), 0.12)
 QUINTIC = Near((0.9999966173826041, -0.33286093587899307, 0.12343751134273151), 0.36)
 
 
+class NearWithSlope(NamedTuple):
+    """Factors of a cubic in the place of tanh(x) and of a square in that of its derivative, the largest abs(x) that
+    they are for, and the error of the cubic.
+    """
+
+    value: tuple[float, float]
+    slope: tuple[float, float]
+    bound: float
+    error: float
+
+
+# Of gradients, whose products are rounded to 16 bits: the slope is wrong by less than 3e-5.
+GRADIENT = NearWithSlope((0.99998507, -0.33018586), (0.99997026, -0.98743932), 0.138, 4.2e-7)
+MOST_WRONG = 1e-4  # an error of scores, and so of weights relatively, that 16 bits do not show
+
+
 def by_row(rX):
     """A thread's accumulators by its two rows: (row, column). Neighbours are two columns of one row."""
     count = cute.size(rX) // 4
@@ -338,6 +354,11 @@ class Weights:
 
     def __init__(self, mods, scale):
         self.mods, self.scale = mods, scale
+        # Polynomials are for caps of which float32 holds their factors, and of which scores are right.
+        self.near = mods.cap is not None and (
+            mods.cap[0] * mods.cap[1] ** 3 / min(mods.scale, 1.0) < LARGEST
+            and mods.cap[0] * GRADIENT.error < MOST_WRONG
+        )
 
     def of_lse(self, lse, given):
         """A row's log-sum-exp, of base 2, less the offset of scores; infinite where the row has no key or is not
@@ -372,9 +393,42 @@ class Weights:
         if cutlass.const_expr(not self.mods.is_changed_by_column):
             self._in_steps(rS, rWeights, place, lse, whole)
         elif whole & (place.last_query < place.sizes.seqlen_q):
-            self._by_column(rS, rWeights, place, lse)
+            if cutlass.const_expr(self.near):
+                if self._is_near(rS):
+                    self._by_polynomial(rS, rWeights, lse)
+                else:
+                    self._by_column(rS, rWeights, place, lse)
+            else:
+                self._by_column(rS, rWeights, place, lse)
         else:
             self._in_steps(rS, rWeights, place, lse, whole)
+
+    def _is_near(self, rS):
+        """Whether polynomials are accurate enough for all products of a warp."""
+        bound, parts = Float32(GRADIENT.bound / self.mods.cap[1]), [Float32(0.0)] * 4
+        for i in range(cute.size(rS)):
+            parts[i % 4] = cute.arch.fmax(parts[i % 4], cute.math.absf(rS[i]))
+        largest = cute.arch.fmax(cute.arch.fmax(parts[0], parts[1]), cute.arch.fmax(parts[2], parts[3]))
+        return cute.arch.vote_all_sync(largest <= bound)
+
+    def _by_polynomial(self, rS, rWeights, lse):
+        """Gradients of a tile of capped scores of which nothing is left out and :meth:`_is_near` is true."""
+        scores, (outer, inner), offset = by_row(rS), self.mods.cap, Float32(self.mods.outer[1] * LOG2_E)
+        pairs = None if rWeights is None else cute.recast_tensor(rWeights, Int32)
+        first, third = (Float32(outer * LOG2_E * c * inner ** (2 * i + 1)) for i, c in enumerate(GRADIENT.value))
+        flat, bent = (
+            Float32(outer * inner / self.mods.scale * c * inner ** (2 * i)) for i, c in enumerate(GRADIENT.slope)
+        )
+        weights = [[None, None], [None, None]]
+        for c in range(cute.size(scores, mode=[1])):
+            for r in range(2):
+                x = scores[r, c]
+                square = x * x
+                weight = exp2(x * (square * third + first) - (lse(r, c) + offset))
+                weights[r][c % 2] = weight
+                if pairs is not None and c % 2:
+                    pairs[c // 2 * 2 + r] = pack(*weights[r], rWeights.element_type)
+                scores[r, c] = weight * (square * bent + flat)
 
     def _by_column(self, rS, rWeights, place, lse):
         """Gradients of a tile of which nothing is left out, with fewer registers: products are not kept."""
