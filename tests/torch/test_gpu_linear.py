@@ -507,7 +507,7 @@ def test_epilogue(epilogue: Op, sizes: tuple[int, int, int]) -> None:
         assert torch.equal(out, again)
 
 
-@pytest.mark.parametrize("cluster", CLUSTERS[::-1], ids=str)
+@pytest.mark.parametrize("cluster", [c for c in CLUSTERS[::-1] if math.prod(c) <= 2], ids=str)
 @pytest.mark.parametrize("tile", TILES, ids=str)
 @pytest.mark.parametrize(
     "name",
