@@ -26,6 +26,8 @@ from cute_ops_torch.inductor.effects import (
     example,
     has_effects,
     is_random,
+    is_transform,
+    is_transformed,
     name_of,
     storage_of,
     written_by,
@@ -83,6 +85,7 @@ class DynamoFront(Front):
         self._unnoted: list[Node] = []
         self._effects: list[Value] = []
         self._devices: set[torch.device] = set()
+        self._transforms = False  # whether one of torch.func's has begun
         self._initial = _initial_mode(module)
         super().__init__(module, Graph(exact))
         self.graph.outputs += self._effects
@@ -116,9 +119,12 @@ class DynamoFront(Front):
                 return self._switch(node)
             if writes := written_by(node):
                 return self._write(node, writes)
-            if is_random(node) or isinstance(node.target, torch._ops.HigherOrderOperator):
+            if is_transform(node.target):
+                self._transforms = True
+            if is_random(node) or is_transform(node.target) or isinstance(node.target, torch._ops.HigherOrderOperator):
                 self.barriers.append(self.place[node])
-        value = super()._value(node)
+        opaque = self._transforms and is_transformed(made)
+        value = self._opaque(node, made) if opaque else super()._value(node)
         if isinstance(value, Value):
             if value.op not in ("constant", "input", "opaque"):
                 if self._now and not any(isinstance(each, Value) for each in self._reads(node)):
@@ -272,7 +278,7 @@ def _initial_mode(module: GraphModule) -> bool | None:
 
 
 def sweep(graph: FxGraph) -> None:
-    """Remove what nothing reads, as long as it neither writes in place nor draws random numbers.
+    """Remove what nothing reads, as long as it neither writes in place nor draws random numbers nor transforms.
 
     ``Graph.eliminate_dead_code`` would take ``x.add_(y)`` away, too.
     """
@@ -281,7 +287,8 @@ def sweep(graph: FxGraph) -> None:
             continue
         made = example(node)
         computes = isinstance(made, torch.Tensor) or (isinstance(made, tuple) and made)
-        if computes and not isinstance(node.target, torch._ops.HigherOrderOperator) and not written_by(node):
+        acts = isinstance(node.target, torch._ops.HigherOrderOperator) or is_transform(node.target)
+        if computes and not acts and not written_by(node):
             graph.erase_node(node)
 
 

@@ -58,7 +58,18 @@ def has_effects(node: Node) -> bool:
 
 @cache
 def _may_affect(target: Any) -> bool:
-    return name_of(target) in MODES or _may_write(target) or _may_draw(target)
+    return name_of(target) in MODES or _may_write(target) or _may_draw(target) or is_transform(target)
+
+
+@cache
+def is_transform(target: Any) -> bool:
+    """Whether a function is one that ``torch.func.grad``, ``vmap`` and others consist of, and acts on their state."""
+    return str(getattr(target, "__module__", "")).startswith(("torch._functorch", "torch._C._functorch"))
+
+
+def is_transformed(value: Any) -> bool:
+    """Whether a tensor is one that such a function follows, which no op can be called with outside of it."""
+    return isinstance(value, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value)
 
 
 def same_mode(graph: Graph, one: Node, other: Node) -> bool:

@@ -35,6 +35,7 @@ from cute_ops_torch.inductor.attention_mask import replace_mask
 from cute_ops_torch.inductor.calls import replace_call
 from cute_ops_torch.inductor.choice import KNOWN, Chooser
 from cute_ops_torch.inductor.dynamo import sweep
+from cute_ops_torch.inductor.effects import is_transformed
 from cute_ops_torch.inductor.fx import value_of
 from cute_ops_torch.inductor.losses import replace_loss
 from cute_ops_torch.inductor.report import entries_of, entry_of_node
@@ -205,7 +206,7 @@ class Replace(CustomGraphPass):
     def _replaced(self, graph: Graph, node: Node) -> Entry | None:
         """The entry of a call that an op of ours takes the place of, as it now does; None of any other."""
         value = value_of(node)
-        if not node.users or value is None or value.device.type not in self.devices:
+        if not node.users or value is None or value.device.type not in self.devices or is_transformed(value):
             return None
         name, why = replace_loss(graph, node, self.ops, self.logits)
         if name:
@@ -234,7 +235,7 @@ def _without_masks(graph: Graph) -> list[Entry]:
     made = [
         entry_of_node("attention_mask", "a mask that says no more than is_causal", node)
         for node in list(graph.nodes)
-        if node.users and replace_mask(graph, node)
+        if node.users and not is_transformed(value_of(node)) and replace_mask(graph, node)
     ]
     if made:
         sweep(graph)

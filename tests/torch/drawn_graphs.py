@@ -247,6 +247,18 @@ def _written_logits(p: Pool) -> Tensor:
     return rows.view(p.x.shape) + loss.to(rows.dtype)
 
 
+def _gradients_inside(p: Pool) -> Tensor:
+    """Gradients of each row's loss, computed by torch.func in the graph."""
+
+    def loss(m: Tensor, x: Tensor, r: Tensor) -> Tensor:
+        normed = F.rms_norm(x, (N,), r)
+        return F.cross_entropy(F.linear(F.silu(normed) * x, m), torch.arange(x.shape[0], device=x.device) % N)
+
+    given = p.m.detach(), p.x.detach(), p.r.detach()
+    made = torch.func.vmap(torch.func.grad(loss, (0, 1)), (None, 0, None))(*given)
+    return F.silu(p.x) * p.y + made[0].sum(1)[:, None] + made[1]
+
+
 def _state_by_halves(p: Pool) -> Tensor:
     """The state may be what is written to here."""
     before = F.silu(p.x + p.state) * p.y
@@ -343,7 +355,7 @@ GRAPH_STEPS: dict[str, Callable[[Pool], Tensor]] = {
     "wide products": _wide_products, "products of batches": _products_of_batches, "two results": _two_results,
     "mixture": _mixture, "lora": _lora, "residual in place": _residual_in_place,
     "normed over two dims": _normed_over_two_dims, "statistics": _statistics, "accumulated": _accumulated,
-    "written logits": _written_logits,
+    "written logits": _written_logits, "gradients inside": _gradients_inside,
     "expanded": lambda p: p.x * p.y[:, :1].expand(p.x.shape),
     "repeated": lambda p: p.x + p.y[:1].repeat(p.x.shape[0], 1, 1),
     "halves exchanged": lambda p: torch.cat(tuple(reversed(p.x.chunk(2, -1))), -1) * p.r,
