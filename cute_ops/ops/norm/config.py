@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from cute_ops.declaration.config import POWERS, Config, Needs, Problem, Space
 from cute_ops.declaration.shapes import ITEMSIZE, Array
-from cute_ops.hardware import ARCHES, VECTOR_BYTES, WARP
+from cute_ops.hardware import ARCHES, VECTOR_BYTES, WARP, occupancy
 from cute_ops.kernels.norm.config import NormConfig
 from cute_ops.ops.rows import (
     CTA_VECTORS,
@@ -21,6 +21,7 @@ from cute_ops.ops.rows import (
     LONG_ROW,
     SHORTEST_ROW,
     SMEM_VECTORS,
+    TENSORS,
     TWO_PASS_LONG_THREADS,
     TWO_PASS_THREADS,
     WIDEST_VECTOR,
@@ -347,10 +348,25 @@ def _persistent_backward(problem: Problem, row: RowProblem, row_bytes: int, cent
         stages = min(4, room // held)
     most = 1 if alone or alone_of_four else sm_threads // threads
     resident = max(1, min(row.ring_bytes // (stages * slot + PERSISTENT_RESERVED), most))
+    if not balanced:
+        # Clusters that do not fit start when others have ended: 16425 columns took 218 us in place of 159.
+        elements = threads * _elements_of_a_thread(problem, row, share * cluster, align)
+        fit = occupancy(problem.arch, threads, LEAST_REGISTERS, stages * elements * (row_bytes // row.n))
+        resident = max(1, min(resident, fit))
     config = NormConfig("persistent", threads, share, cluster, resident, align, stages=stages, balanced=balanced)
     config = replace(config, clusters=resident_clusters(problem, cluster) * resident)
     # Large clusters are few: no multiple of the offsets of unaligned rows fills the GPU. So rows are sorted by offset.
     return config if row.aligned or cluster <= 2 else replace(config, sort_period=period_of(row, align))
+
+
+def _elements_of_a_thread(problem: Problem, row: RowProblem, threads: int, align: int) -> int:
+    """Elements of a row that each of so many threads holds, in whole vectors, as the kernels' ``RowTile`` has them."""
+    present = [name for name in TENSORS if name in problem.dtypes]
+    narrow = min(min(problem.aligns[name], VECTOR_BYTES) // ITEMSIZE[problem.dtypes[name]] for name in present)
+    shifted = 2 * narrow < row.vector_elements
+    vec = row.vector_elements if shifted else min(narrow, row.vector_elements)
+    touched = -(-(row.n + (align * vec - 1 if shifted else 0)) // vec)
+    return -(-touched // threads) * vec
 
 
 def _alignment(problem: Problem, row: RowProblem) -> int:
