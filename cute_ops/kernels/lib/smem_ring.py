@@ -12,13 +12,15 @@ from cutlass.cute.nvgpu import LoadCacheMode, cpasync
 
 from cute_ops.declaration.shapes import ITEMSIZE
 from cute_ops.kernels.lib.copy import (
+    BITS,
+    WORD_BITS,
     access_bits,
     compiler_barrier_value,
     fill_outside,
     fragment,
+    gmem_elements,
     gmem_vector,
     load,
-    load_first,
 )
 from cute_ops.kernels.lib.row_layout import row_address, vector_address
 
@@ -122,33 +124,66 @@ class RowRing:
 
     @cute.jit
     def fetch_tails(self, held: cutlass.Constexpr, edge: cutlass.Constexpr, stage: Int32, ks: cutlass.Constexpr = None):
-        """Copy the vectors that :meth:`RowTile.edge` does not allow to load whole, of a row of each input, element by
-        element, in one branch.
+        """Start copying the vectors that :meth:`RowTile.edge` does not allow to load whole, of a row of each input.
 
-        Shorter asynchronous copies (cp.async with a size) would need no branch, but compute-sanitizer takes them for
-        whole ones.
+        Copies of a whole vector of which all but some bytes are zeros (cp.async with a size) would need no branch, but
+        compute-sanitizer takes them for whole ones.
         """
         bound, tail = edge
-        if const_expr(self.tile.v.masked):
+        ends = [k for k in (range(self.tile.per_thread) if ks is None else ks) if self.tile.ends_outside(k)]
+        if const_expr(self.tile.v.masked and len(ends) > 0):
             if tail:
-                self._each_tail(held, bound, stage, range(self.tile.per_thread) if const_expr(ks is None) else ks)
+                self._each_tail(held, bound, stage, ends)
 
     def _each_tail(self, held, bound, stage, ks):
         for sX, address, first, valid in held:
-            for k in ks:
-                if self.tile.ends_outside(k):
-                    here = valid & (first[k] >= bound) & (first[k] < self.tile.n)
-                    source = address + Int64(first[k]) * (sX.element_type.width // 8)
-                    target = sX[None, None, cute.arch.thread_idx()[0], k, stage]
-                    self.copy_first(here, source, target, self.tile.n - first[k])
+            # A row has one such vector: of this thread's, it can be the last that begins inside the row.
+            k, column = ks[0], first[ks[0]]
+            for other in ks[1:]:
+                inside = first[other] < self.tile.n
+                k, column = cutlass.select_(inside, Int32(other), k), cutlass.select_(inside, first[other], column)
+            source = address + Int64(column) * (sX.element_type.width // 8)
+            target = sX[None, None, cute.arch.thread_idx()[0], k, stage]
+            here = valid & (column >= bound) & (column < self.tile.n)
+            self.copy_first(here, source, target, self.tile.n - column)
 
     @cute.jit
     def copy_first(self, valid: Boolean, source: Int64, target: cute.Tensor, room: Int32):
-        """Copy the first ``room`` elements of a vector; zeros for the others."""
+        """Start copying the first ``room`` elements of a vector, which has more, if ``valid``: whole words, then the
+        elements of a word that is not whole. The others stay as they are.
+        """
+        dtype, vec = target.element_type, self.tile.vec
+        word = max(WORD_BITS // dtype.width, 1)
+        # Computed once, not again for each word.
+        source, room = compiler_barrier_value(source), compiler_barrier_value(Int32(room))
+        place = cute.make_ptr(dtype, compiler_barrier_value(target.iterator.toint()), cute.AddressSpace.smem)
+        sX = cute.make_tensor(place, target.layout)
         if valid:
-            rX = fragment(target.element_type, self.tile.vec)
-            load_first(rX, source, room)
-            cute.autovec_copy(cute.make_tensor(rX.iterator, target.layout.shape), target)
+            for j in cutlass.range_constexpr(0, vec - vec % word, word):
+                if j + word <= room:
+                    self._copy_word(source, sX, j, word)
+            for i in cutlass.range_constexpr(min(word, vec) - 1):
+                if room // word * word + i < room:
+                    self._copy_element(source, sX, room // word * word + i)
+
+    def _copy_word(self, source, sX, j, word):
+        dtype = sX.element_type
+        place = self._place(sX, j).toint()
+        aligned = cute.make_ptr(dtype, place, cute.AddressSpace.smem, assumed_align=word * dtype.width // 8)
+        atom = cute.make_copy_atom(cpasync.CopyG2SOp(LoadCacheMode.ALWAYS), dtype, num_bits_per_copy=word * dtype.width)
+        gWord = gmem_vector(dtype, source + j * (dtype.width // 8), word)
+        cute.copy(atom, gWord, cute.make_tensor(aligned, gWord.layout))
+
+    def _copy_element(self, source, sX, i):
+        """Without cp.async, which moves no less than a word."""
+        bits = BITS[min(sX.element_type.width, WORD_BITS)]
+        gX = gmem_elements(bits, source, self.tile.vec)
+        sBits = cute.make_tensor(cute.recast_ptr(self._place(sX, i), dtype=bits), cute.make_layout(1))
+        sBits[0] = cute.arch.load(gX.iterator + i, bits, sem="relaxed", scope="cta")
+
+    def _place(self, sX, i):
+        width = cute.size(sX, mode=[0])
+        return sX.iterator + cute.crd2idx((i % width, i // width), sX.layout)
 
     def copy(self, source, target):
         """Start copying a vector."""
