@@ -1,4 +1,4 @@
-"""What the norms' kernels are configured with."""
+"""Configs of the norms' kernels."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class Rows(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """What stays the same for a thread from row to row.
+    """A thread's state that stays the same from row to row.
 
     Attributes:
         slots: the ring's slots of each input.

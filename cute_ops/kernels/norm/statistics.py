@@ -75,7 +75,7 @@ class Total:
 
 
 class Statistics(RowSum):
-    """What the norms' sums have in common."""
+    """The part that the norms' sums share."""
 
     def row(self, read, first, shared, step):
         """(mean, rstd) of a row in the forward, after ``step`` others; ``read``, ``first``: as in :meth:`thread`."""
@@ -93,7 +93,7 @@ class MeanSquare(Statistics):
         self.eps = eps
 
     def counts(self, first):
-        """What a thread needs that depends on its columns only, computed once for all rows."""
+        """Counts of a thread's elements, which depend on its columns only: computed once for all rows."""
         return None
 
     def thread(self, read, first, counts):

@@ -17,7 +17,7 @@ from cute_ops.kernels.norm.statistics import centre, row_statistics
 
 
 class TwoPassRows:
-    """What the forward and the backward share: how a thread walks its vectors of a row.
+    """A thread's walk along its vectors of a row, in the forward and in the backward.
 
     Vector ``i`` of thread ``t`` is ``i * threads + t``.
     """

@@ -1,4 +1,4 @@
-"""What the kernels that quantise rows are configured with."""
+"""Configs of the kernels that quantise rows."""
 
 from __future__ import annotations
 

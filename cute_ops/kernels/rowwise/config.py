@@ -1,4 +1,4 @@
-"""What the kernels of row functions are configured with."""
+"""Configs of the kernels of row functions."""
 
 from __future__ import annotations
 

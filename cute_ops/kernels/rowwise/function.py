@@ -1,4 +1,4 @@
-"""What is computed of each row: the protocol of this package's kernels."""
+"""Functions of rows: the protocol of this package's kernels."""
 
 from typing import Any, NamedTuple
 
@@ -43,7 +43,7 @@ class Sum:
 
 
 class RowFunction:
-    """What a kernel computes of each row.
+    """A function of each row, which a kernel computes.
 
     Attributes:
         inputs, outputs: names of the row tensors.
@@ -65,7 +65,7 @@ class RowFunction:
         return None, valid
 
     def tied(self, state, context):
-        """What a thread contributes to the row's reduction, once the loads of :meth:`begin` have arrived."""
+        """A thread's contribution to the row's reduction, once the loads of :meth:`begin` have arrived."""
         return state
 
     def emit(self, values, results, context, columns):

@@ -321,7 +321,7 @@ class Pointwise:
         return results
 
     def _coordinate(self, start, index, rows, n):
-        """Where a vector lies: (its row, the element of the row it starts at, elements left in that row).
+        """A vector's place: (its row, the element of the row it starts at, elements left in that row).
 
         A vector past the end, with no elements left, gets the place of another one, which is loaded but not stored.
         """
