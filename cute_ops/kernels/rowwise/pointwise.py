@@ -178,7 +178,7 @@ class Pointwise:
 
     @cute.kernel
     def long_row(self, inputs, outputs):
-        """As :meth:`tiles` of one long row that ends within a vector: its last CTA masks vectors."""
+        """The tiles of one long row that ends within a vector: its last CTA masks vectors."""
         _, n = self._shape(outputs[0])
         if (Int64(cute.arch.block_idx()[0]) + 1) * (self.block * self.vec) <= n:
             self._take_tile(inputs, outputs)
