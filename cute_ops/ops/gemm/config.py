@@ -33,7 +33,7 @@ TILES_K: tuple[tuple[Form, int, int], ...] = (
 # The tile that is stored by 16 columns where four CTAs share its terms.
 NARROW = "pingpong", 64, 64
 EDGES = (8, 16, 32, 64)  # rows of a that are loaded of a tile at the edge
-GPC_SMS = 16  # of a group of SMs at least, in which a cluster must fit
+GPC_SMS = 18  # of a group of SMs at most, in which a cluster must fit; their number is even
 # Stages of the operands at most and at least, and stages of subtiles: fewer of these where the operands would otherwise
 # have fewer than ENOUGH_STAGES.
 MAX_STAGES, ENOUGH_STAGES, LEAST_STAGES, SUBTILE_STAGES = 8, 4, 3, (4, 3, 2)
@@ -167,8 +167,10 @@ def _shapes(sm_count: int) -> Iterator[GemmConfig]:
 
 
 def _at_once(sm_count: int, ctas: int) -> int:
-    """Clusters of so many CTAs that run at once: each in one group of SMs, of which some have fewer."""
-    return sm_count // ctas if ctas <= 2 else max(sm_count // GPC_SMS * (GPC_SMS // ctas) - ctas + 2, 1)
+    """Clusters of so many CTAs that run at once: those of three or four leave up to two SMs of each group. So 30 of
+    four ran on the H200 that was measured; on another it may be 29.
+    """
+    return sm_count // ctas if ctas <= 2 else max((sm_count - 2 * -(-sm_count // GPC_SMS)) // ctas, 1)
 
 
 def _with_stages(config: GemmConfig, arch: str, cost: EpilogueCost) -> Iterator[GemmConfig]:
