@@ -9,7 +9,8 @@ from cute_ops.declaration.config import KernelConfig
 from cute_ops.hardware import WARP
 from cute_ops.kernels.lib.row_config import RowConfig
 
-COLUMN_THREADS = 256  # of a CTA of a column pass
+# Threads of a CTA of a column pass, and CTAs of an SM that run at once where they sum over rows.
+COLUMN_THREADS, COLUMN_CTAS = 256, 4
 
 
 class Texts(KernelConfig):

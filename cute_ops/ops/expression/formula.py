@@ -21,7 +21,7 @@ from cute_ops.expressions.reference import evaluate
 from cute_ops.expressions.stages import stages
 from cute_ops.expressions.text import text_of
 from cute_ops.hardware import VECTOR_BYTES, WARP
-from cute_ops.kernels.rows.config import COLUMN_THREADS, FusedConfig, FusedRowConfig, Texts, column_width
+from cute_ops.kernels.rows.config import COLUMN_CTAS, COLUMN_THREADS, FusedConfig, FusedRowConfig, Texts, column_width
 from cute_ops.ops.expression.row_config import RowExpression, needs, others
 from cute_ops.ops.rows import row_of
 
@@ -30,9 +30,9 @@ POINTWISE = vary(threads=(64, 128, 256, 512), unroll=(1, 2, 4))
 # Threads of a CTA. With five streams (three inputs, two outputs) CTAs are small, as threads of large ones drift apart
 # over memory pages.
 THREADS, THREADS_OF_FIVE_STREAMS = 256, 128
-# Partial sums that a sum over rows has in a kernel of elements, whose CTAs take a warp's vectors of columns: as many as
-# let this number of CTAs run on each SM; and where the length of rows is not known.
-PARTIAL_CTAS, PARTIALS = 4, 64
+# Partial sums that a sum over rows has in a kernel of elements, whose CTAs take a warp's vectors of columns, where the
+# length of rows is not known; else as many as let COLUMN_CTAS run on each SM.
+PARTIALS = 64
 # Where each example has sums of its own: rows that a thread adds up, and the most partial sums of an example.
 ROWS_OF_THREAD, MOST_PARTS = 16, 256
 WHOLE, WHOLE_OF = ("int32", "int64", "uint8"), "I_"  # dtypes of whole numbers, and how variables of these begin
@@ -292,7 +292,7 @@ def sum_workspaces(
     vectors, scalars = PARTIALS, 0
     if problem.n is not None:
         strips = -(-problem.n * ITEMSIZE[problem.dtypes[formula.tile]] // (VECTOR_BYTES * WARP))
-        vectors = max(problem.sm_count * PARTIAL_CTAS // max(strips, 1), 1)
+        vectors = max(problem.sm_count * COLUMN_CTAS // max(strips, 1), 1)
         # Rows that are whole vectors together have their sums in workspaces' rows of their own.
         vec = VECTOR_BYTES // min(ITEMSIZE[dtype] for dtype in problem.dtypes.values())
         fold = vec // math.gcd(problem.n, vec)
