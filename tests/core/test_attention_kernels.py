@@ -303,7 +303,7 @@ def _check_gradients(call: Call, functions: Functions, folder: Path) -> None:
     _check({"dq": dq, "dk": dk, "dv": dv}, right)
 
 
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.25)
 @pytest.mark.slow
 @products.emulated
 @pytest.mark.parametrize("call", ONE_PASS, ids=lambda call: call.name)
@@ -334,7 +334,7 @@ def _check_one_pass(call: Call, functions: Functions, folder: Path) -> None:
     _check({"dq": dq.astype(q.dtype), "dk": dk, "dv": dv}, right)
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.25)
 @pytest.mark.slow
 @products.emulated
 @pytest.mark.parametrize("number", range(4))

@@ -194,7 +194,7 @@ def test_gradients_in_one_pass(which: str, tmp_path: Path) -> None:
     case.check({"dq": dq, "dk": dk, "dv": dv})
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.25)
 @pytest.mark.slow
 @products.emulated
 def test_gradients_of_long_heads(tmp_path: Path) -> None:
