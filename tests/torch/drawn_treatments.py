@@ -469,13 +469,18 @@ def _autocast(state: State, rng: random.Random) -> State:
 
 
 def _compiled(state: State, rng: random.Random) -> State:
-    """Around the model that is patched; the other one runs as it is."""
+    """The model that is patched, or a part of it that holds layers; the other one runs as it is."""
     inputs, model = _inputs(state, rng), state.model.train()
     model.zero_grad()
-    torch._dynamo.reset()
-    run = torch.compile(model, backend=rng.choice(("eager", "aot_eager"))) if state.patches else model
-    _step(state, model, run, inputs)
-    torch._dynamo.reset()
+    if state.patches:
+        torch._dynamo.reset()
+        parts = [each for each in model.modules() if any(isinstance(m, nn.ModuleList) for m in each.children())]
+        part = rng.choice([model, *parts])
+        part.compile(backend=rng.choice(("eager", "aot_eager")))
+    _step(state, model, model, inputs)
+    if state.patches:
+        part._compiled_call_impl = None
+        torch._dynamo.reset()
     return state
 
 
