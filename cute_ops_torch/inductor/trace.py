@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -49,11 +51,22 @@ def traced(
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=wanted)
 
     functional = torch.func.functionalize(run, remove="mutations")
-    with torch.no_grad(), mode:
+    with torch.no_grad(), _unlogged(), mode:
         made = make_fx(functional, decomposition_table=_table())(
             [fake(tensor) for tensor in own.values()], [fake(leaves[place]) for place in places]
         )
     return made, list(own)
+
+
+@contextmanager
+def _unlogged() -> Iterator[None]:
+    """Without the tracebacks that torch logs of what cannot be traced: whoever traces learns it from the exception."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 @cache

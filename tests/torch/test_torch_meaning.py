@@ -269,6 +269,19 @@ def test_a_forward_that_reads_a_config_is_left() -> None:
     assert replacement_of(Configured()) is None
 
 
+class OfThree(nn.Module):
+    """Takes three rows, whatever it is called with to find out what it computes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.bmm(x.reshape(4, 1, -1), torch.ones(4, 3, 1))
+
+
+def test_what_cannot_be_traced_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(RuntimeError):
+        traced(OfThree(), (torch.ones(4, 8),))
+    assert not [each for each in caplog.records if each.levelname == "ERROR"]
+
+
 def test_a_function_that_is_replaced_afterwards_runs() -> None:
     class Gate(MLP):
         def __init__(self) -> None:
