@@ -19,7 +19,7 @@ from torch import nn
 
 from cute_ops_torch.composite.scaled_dot_product import attend, attend_rows
 from cute_ops_torch.huggingface.attention import Bypassed, unwrapped
-from cute_ops_torch.huggingface.bypass import calls
+from cute_ops_torch.huggingface.bypass import CAPTURES, calls
 from cute_ops_torch.huggingface.masks import (
     ANY,
     CREATORS,
@@ -49,11 +49,8 @@ _SAID_BY_THE_MASK = frozenset((
     "position_ids", "cache_position", "use_cache", "sliding_window", "output_hidden_states", "output_router_logits",
     "num_items_in_batch", "return_dict", "ignore_index", "shift_labels", "logits_to_keep",
 ))  # fmt: skip
-# The module of the hooks by which Hugging Face keeps outputs, and outputs that are no attention weights.
-_CAPTURES, _NO_WEIGHTS = (
-    "transformers.utils.output_capturing",
-    {"hidden_states", "_hidden_states_layers", "router_logits"},
-)
+# Outputs that hooks keep and that are no attention weights.
+_NO_WEIGHTS = {"hidden_states", "_hidden_states_layers", "router_logits"}
 # Methods with masks, by the `forward` that calls them.
 _METHODS: dict[Any, dict[str, Any]] = {}
 # Arguments of FlashAttention's function, which say where sequences begin in the one row of a batch.
@@ -156,7 +153,7 @@ def _returns_to_its_caller(module: Any) -> bool:
     """
     module = unwrapped(module)
     forward = type(module).forward
-    return calls(module, forward) or (calls(module, forward, but=_CAPTURES) and not _captured() - _NO_WEIGHTS)
+    return calls(module, forward) or (calls(module, forward, but=CAPTURES) and not _captured() - _NO_WEIGHTS)
 
 
 def _captured() -> Set[str]:

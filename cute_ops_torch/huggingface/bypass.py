@@ -27,6 +27,8 @@ from cute_ops_torch.library.supported import takes as takes
 
 log = logging.getLogger("cute_ops")
 _LINEAR = nn.Linear.forward
+# The module of the hooks by which Hugging Face keeps outputs.
+CAPTURES = "transformers.utils.output_capturing"
 
 
 def or_original(original: Any, ours: Forward, whole: bool = False) -> tuple[Forward, Callable[[], bool]]:
@@ -179,6 +181,11 @@ def has_hooks(module: nn.Module) -> bool:
     return bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )
+
+
+def may_write(module: nn.Module) -> bool:
+    """Whether a forward hook may write to what a module returns: any but those by which transformers captures it."""
+    return bool(module._forward_hooks) and not _has_only_hooks_of(module, CAPTURES)
 
 
 def _has_only_hooks_of(module: nn.Module, source: str) -> bool:

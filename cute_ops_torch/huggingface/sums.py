@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from cute_ops_torch.huggingface import meaning, norm, residual_norm, traced
-from cute_ops_torch.huggingface.bypass import is_plain, takes
+from cute_ops_torch.huggingface.bypass import is_plain, may_write, takes
 from cute_ops_torch.huggingface.match import Forward, Replacement, innermost
 from cute_ops_torch.huggingface.source import definition
 from cute_ops_torch.huggingface.statements import compiled
@@ -40,7 +40,7 @@ def add(module: nn.Module, place: tuple[int, tuple[str, ...]], a: Any, b: Any) -
     if not takes(a, b):
         return a + b
     number, within = place
-    leaves = not within and _goes_on(module, number)
+    leaves = not within and not may_write(module) and _goes_on(module, number)
     readers: Any = [traced.reader_of(module, number)] if leaves else [module._modules.get(name) for name in within]
     found = ((each, residual_norm.norm_of(each)) for each in readers if each is not None)
     reader, made = next((pair for pair in found if pair[1] is not None), (None, None))

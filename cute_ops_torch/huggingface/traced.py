@@ -160,6 +160,9 @@ def reader_of(module: nn.Module, number: int) -> nn.Module | None:
     return None if found is None else found()
 
 
-def forget(module: nn.Module) -> None:
-    """Forget which norms have read a module's sums."""
-    vars(module).pop(READERS, None)
+def forget(module: nn.Module, number: int | None = None) -> None:
+    """Forget which norms have read a module's sums, or that of one add."""
+    if number is None:
+        vars(module).pop(READERS, None)
+    else:
+        vars(module).get(READERS, {}).pop(number, None)

@@ -98,11 +98,40 @@ def test_what_changes_between_an_add_and_its_norm_is_seen(taken: list[nn.Module]
         lambda t: [each.remove() for each in hooks],
     )
     assert block.ln_2 not in hook and block.ln_1 in hook
+    step(model)
+    behind = changed(
+        lambda t: hooks.append(t.h[0].register_forward_hook(lambda m, args, out: _write(out))),
+        lambda t: hooks.pop().remove(),
+    )
+    assert block.ln_1 not in behind and block.ln_2 in behind
     others = changed(lambda t: setattr(t, "h", nn.ModuleList([t.h[1], t.h[0]])), lambda t: None)
     assert block.ln_2 in others and block.ln_1 not in others  # it reads the embeddings
     del taken[:]
     step(model)
     assert len(taken) == 4  # learned anew
+
+
+def _write(x: Any) -> None:
+    (x[0] if isinstance(x, tuple) else x)[:, -1] *= 1.5
+
+
+def test_blocks_that_are_called_one_by_one() -> None:
+    """A sum that is written to between two of them is handed on once at most."""
+    plain: Any = without_dropout(make("gpt2"))
+    model = copy.deepcopy(plain)
+    cute_ops_torch.patch(model)
+    step(model)
+
+    def run(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        x = model.transformer.wte(TOKENS)
+        for block in model.transformer.h:
+            _write(x := block(x))
+        out, weight = model.transformer.ln_f(x), model.transformer.wte.weight
+        return out.detach(), {"wte": torch.autograd.grad(out.sin().sum(), weight)[0]}
+
+    with pytest.raises(RuntimeError, match="inplace"):
+        run(model)
+    close(run(model), run(plain))
 
 
 class Embeddings(nn.Module):
