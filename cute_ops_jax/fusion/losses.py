@@ -22,7 +22,7 @@ from cute_ops.ops.reduction.cross_entropy import cross_entropy, shaped
 from cute_ops.ops.reduction.cross_entropy_metrics import cross_entropy_metrics
 from cute_ops_jax.composite.losses import linear_cross_entropy
 from cute_ops_jax.distributed.explicit import as_typed, is_explicit, whole
-from cute_ops_jax.fusion.wide_head import product, wide_head
+from cute_ops_jax.fusion.wide_head import product, wide_head, wide_sum
 from cute_ops_jax.primitive.any_size import is_symbolic
 from cute_ops_jax.primitive.function import register
 
@@ -106,7 +106,10 @@ def linear_loss(
     def ours(hidden: Any, weight: Any, bias: Any, target: Any, mask: Any) -> Any:
         target = _ignored(_ignored(target, known), mask)
         if wide:
-            (losses,) = wide_head(cross_entropy, hidden, weight, bias, target, {"ignore_index": -1, **attrs})
+            own = {"ignore_index": -1, **attrs}
+            if total and hidden.dtype != jnp.float16:  # in which a gradient may vanish before it is scaled
+                return wide_sum(hidden, weight, bias, target, own)
+            (losses,) = wide_head(cross_entropy, hidden, weight, bias, target, own)
             return jnp.sum(losses) if total else losses
         options = {"ignore_index": -1, "reduction": "sum" if total else "none", **attrs}
         return linear_cross_entropy(hidden, weight, target, bias, **options)

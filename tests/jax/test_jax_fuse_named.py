@@ -443,6 +443,7 @@ def test_losses_with_metrics_and_with_gradients_of_their_own(
 WIDE: dict[str, Function] = {
     "mean": lambda x, t: of_optax(x, t).mean(),
     "rule and accuracy": lambda x, t: (OWN(x, jax.nn.one_hot(t, CLASSES), 1e-2), (x.argmax(-1) == t).mean()),
+    "some, with a bias": lambda x, t: 0.3 * jnp.where(t > 1, of_optax(x + BIAS, t), 0).sum(),
     "nearest class": lambda x, t: -jnp.take_along_axis(jax.nn.log_softmax(x + BIAS), t[..., None], -1, mode="clip"),
 }
 
