@@ -391,23 +391,29 @@ def _biased(node: Node) -> tuple[Node, Node] | None:
 
 def _with_sum(graph: Graph, node: Node, call: Named, live: set[Node]) -> tuple[Node, Named]:
     """The sum over all rows if nothing else reads them, of which a mask may leave out some, and its call: then the
-    forward computes gradients, and the backward no second product.
+    forward computes gradients, and the backward no second product. It may be the sum of sums or of means over some of
+    the rows' dims.
     """
-    sign, each = call.attrs["sign"], node
+    sign, each, of_rows = call.attrs["sign"], node, True
     masks: tuple[Node, ...] = ()
-    while (user := _reader(graph, each, live)) is not None and user.op != "reduce":
-        if (user.op, user.attr) == ("primitive", "negative"):
+    while (user := _reader(graph, each, live)) is not None:
+        if user.op == "reduce":
+            primitive, axes, _ = user.attr
+            if primitive != "sum":
+                return node, call
+            if len(axes) == len(each.shape):
+                break
+            of_rows = False
+        elif (user.op, user.attr) == ("primitive", "negative"):
             sign = -sign
-        elif not masks and (mask := _mask(user, each)) is not None:
+        elif of_rows and not masks and (mask := _mask(user, each)) is not None:
             masks = (mask,)
+        elif (scaled := _scaled(user)) is not None and scaled[0] is each:
+            sign *= scaled[1]
         elif user.op not in ("cast", "reshape") or user.dtype not in FLOATS:
             return node, call
         each = user
-    if user is None:
-        return node, call
-    primitive, axes, _ = user.attr
-    masked = all(without_ones(mask.shape) == without_ones(call.shapes[2]) for mask in masks)
-    if primitive != "sum" or len(axes) != len(each.shape) or not masked:
+    if user is None or any(without_ones(mask.shape) != without_ones(call.shapes[2]) for mask in masks):
         return node, call
     named = Named(
         call.op, (*call.operands, *["mask"] * len(masks)), (*call.nodes, *masks),

@@ -26,8 +26,8 @@ from cute_ops_jax.fusion.wide_head import product, wide_head, wide_sum
 from cute_ops_jax.primitive.any_size import is_symbolic
 from cute_ops_jax.primitive.function import register
 
-# Bytes of logits that are held where the program reads metrics of them: their loss' gradient needs them, and to compute
-# them again is a third more products. For a loss alone nothing is computed twice.
+# Bytes of logits that are held where the program reads metrics of them, or the loss of each row: their gradient needs
+# them, and to compute them again is a third more products. For a sum of losses nothing is computed twice.
 MOST_HELD = 4 << 30
 
 
@@ -71,8 +71,7 @@ def linear_loss_with_metrics(
     """
     hidden, weight = _layer(hidden, weight, transposed, sliced)
     if _are_held(hidden, weight, wide):
-        logits = product(hidden, weight.astype(jnp.float32)) if wide else jnp.matmul(hidden, weight.T)
-        logits = logits if bias is None else logits + bias
+        logits = _held(hidden, weight, bias, wide)
         return loss_with_metrics(logits, target, sign=sign, outside=outside, of=of, beside=beside, **attrs)
     target, known = _classes(target, weight.shape[0], outside)
 
@@ -98,9 +97,11 @@ def linear_loss(
     of: str, transposed: bool, total: bool, sliced: Sequence[tuple[int, ...]] = (), wide: bool = False, **attrs: float,
 ) -> Any:  # fmt: skip
     """The loss of a linear head, times ``sign``; ``total``: the sum over the rows, of which ``mask`` has some;
-    ``wide``: of logits in float32.
+    ``wide``: of logits in float32. Logits are held for losses of rows up to :data:`MOST_HELD`.
     """
     hidden, weight = _layer(hidden, weight, transposed, sliced)
+    if not total and _are_held(hidden, weight, wide):
+        return loss(_held(hidden, weight, bias, wide), target, sign=sign, outside=outside, of=of, **attrs)
     target, known = _classes(target, weight.shape[0], outside)
 
     def ours(hidden: Any, weight: Any, bias: Any, target: Any, mask: Any) -> Any:
@@ -133,6 +134,11 @@ def _layer(hidden: Any, weight: Any, transposed: bool, sliced: Sequence[tuple[in
     for axis, start, stop, step in sliced:
         hidden = jax.lax.slice_in_dim(hidden, start, stop, step, axis)
     return hidden, weight.T if transposed else weight
+
+
+def _held(hidden: Any, weight: Any, bias: Any, wide: bool) -> Any:
+    logits = product(hidden, weight.astype(jnp.float32)) if wide else jnp.matmul(hidden, weight.T)
+    return logits if bias is None else logits + bias
 
 
 def _are_held(hidden: Any, weight: Any, wide: bool) -> bool:

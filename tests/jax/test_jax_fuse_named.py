@@ -332,6 +332,8 @@ REDUCED: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "mean": lambda each, t: each.mean(),
     "mask": lambda each, t: jnp.where((t >= 0) & (t < CLASSES), each, 0).sum(),
     "sum without NaN": lambda each, t: jnp.nansum(each),
+    "mean of masked means": lambda each, t: jnp.where((t >= 0) & (t < CLASSES), each, 0).mean(-1).mean(),
+    "weights": lambda each, t: (each * jnp.linspace(0.5, 1.5, T)).sum(),
 }
 
 
@@ -354,6 +356,13 @@ def test_targets_that_are_no_class(name: str, reduced: str) -> None:
         want, got = (jax.jit(jax.value_and_grad(f, (0, 1)))(*args) for f in (total, cute_ops_jax.fuse(total)))
         for a, b in zip(*map(jax.tree.leaves, (want, got)), strict=True):
             np.testing.assert_allclose(b, a, rtol=2e-5, atol=5e-6, err_msg=str(target))
+
+
+@pytest.mark.parametrize("mean", [lambda loss: loss.mean(-1).mean(), lambda loss: (-loss.sum(0) / B).sum() * 2])
+def test_sums_of_sums_are_one(mean: Function) -> None:
+    """As the mean over examples of the mean of each, which ``vmap`` makes."""
+    function = cute_ops_jax.fuse(lambda h, w: mean(of_optax(h @ w.T, TARGET)))
+    assert "linear_cross_entropy_total" in str(jax.make_jaxpr(function)(HIDDEN, WEIGHT))
 
 
 def of_its_own(logits: jax.Array, rows: jax.Array, z_loss: float) -> tuple[jax.Array, jax.Array]:
