@@ -123,7 +123,8 @@ class DynamoFront(Front):
                 self._transforms = True
             if is_random(node) or is_transform(node.target) or isinstance(node.target, torch._ops.HigherOrderOperator):
                 self.barriers.append(self.place[node])
-        opaque = self._transforms and is_transformed(made)
+        beyond = is_tensor and (made.is_nested or (self._transforms and is_transformed(made)))
+        opaque = beyond and node.op != "placeholder"
         value = self._opaque(node, made) if opaque else super()._value(node)
         if isinstance(value, Value):
             if value.op not in ("constant", "input", "opaque"):

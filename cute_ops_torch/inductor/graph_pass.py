@@ -206,7 +206,9 @@ class Replace(CustomGraphPass):
     def _replaced(self, graph: Graph, node: Node) -> Entry | None:
         """The entry of a call that an op of ours takes the place of, as it now does; None of any other."""
         value = value_of(node)
-        if not node.users or value is None or value.device.type not in self.devices or is_transformed(value):
+        if not node.users or value is None or value.device.type not in self.devices:
+            return None
+        if value.is_nested or is_transformed(value):
             return None
         name, why = replace_loss(graph, node, self.ops, self.logits)
         if name:

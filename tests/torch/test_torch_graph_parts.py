@@ -700,6 +700,20 @@ def test_parts_are_replaced_where_that_pays(monkeypatch: pytest.MonkeyPatch) -> 
     assert [*found.values()] == ["mlp", wide, "gated_mlp", few, wide]
 
 
+def test_nested_tensors_stay() -> None:
+    def ragged(values: Tensor, w: Tensor) -> Tensor:
+        x = torch.nested.nested_tensor_from_jagged(values, torch.tensor([0, 3, 7]))
+        made: Tensor = torch.compile(through, backend=through_autograd)(x, w).values()
+        return made
+
+    def through(x: Tensor, w: Tensor) -> Tensor:
+        return F.silu(F.linear(F.layer_norm(x, (K,)), w)) * x
+
+    values, w = made(7, K, seed=0), made(K, K, seed=1)
+    torch.testing.assert_close(ragged(values, w), through(values, w))
+    assert not inductor.replaced
+
+
 # Attention that a model writes out
 
 
