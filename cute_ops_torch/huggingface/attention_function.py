@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import copy
 import types
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from functools import partial, wraps
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from torch import nn
 from cute_ops_torch.composite.scaled_dot_product import attend, attend_rows
 from cute_ops_torch.huggingface.attention import Bypassed, unwrapped
 from cute_ops_torch.huggingface.bypass import CAPTURES, calls
+from cute_ops_torch.huggingface.captures import captured
 from cute_ops_torch.huggingface.masks import (
     ANY,
     CREATORS,
@@ -153,14 +154,7 @@ def _returns_to_its_caller(module: Any) -> bool:
     """
     module = unwrapped(module)
     forward = type(module).forward
-    return calls(module, forward) or (calls(module, forward, but=CAPTURES) and not _captured() - _NO_WEIGHTS)
-
-
-def _captured() -> Set[str]:
-    """The outputs that Hugging Face keeps in this call."""
-    from transformers.utils import output_capturing
-
-    return (output_capturing._active_collector.get() or {}).keys()
+    return calls(module, forward) or (calls(module, forward, but=CAPTURES) and not captured() - _NO_WEIGHTS)
 
 
 def _computed(dropout: float, others: Mapping[str, Any]) -> bool:

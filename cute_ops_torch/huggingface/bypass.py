@@ -183,9 +183,9 @@ def has_hooks(module: nn.Module) -> bool:
     )
 
 
-def may_write(module: nn.Module) -> bool:
-    """Whether a forward hook may write to what a module returns: any but those by which transformers captures it."""
-    return bool(module._forward_hooks) and not _has_only_hooks_of(module, CAPTURES)
+def is_observed(module: nn.Module) -> bool:
+    """Whether a hook may read or write what a module gets or returns: any but those by which transformers keeps it."""
+    return has_hooks(module) and not _has_only_hooks_of(module, CAPTURES)
 
 
 def _has_only_hooks_of(module: nn.Module, source: str) -> bool:

@@ -1,8 +1,30 @@
-"""Outputs that a config asks for (``output_router_logits=True``), which Hugging Face keeps by hooks."""
+"""Outputs that a call or a config asks for (``output_router_logits=True``), which Hugging Face keeps by hooks."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping, Set
+from typing import Any
+
 from torch import nn
+
+from cute_ops_torch.huggingface.bypass import CAPTURES
+
+_NO_SUMS = {"attentions", "cross_attentions", "router_logits"}
+
+
+def captured() -> Set[str]:
+    """The outputs that Hugging Face keeps in this call."""
+    keeper: Any = sys.modules.get(CAPTURES)  # not in versions that keep outputs otherwise
+    return (keeper._active_collector.get() or {}).keys() if keeper is not None else set()
+
+
+def returns_sums(model: nn.Module, given: Mapping[str, Any]) -> bool:
+    """Whether a call with these arguments returns hidden states, which are sums of its layers."""
+    asked = given.get("output_hidden_states")
+    if asked is None:
+        asked = getattr(getattr(model, "config", None), "output_hidden_states", False)
+    return asked is not False or bool(captured() - _NO_SUMS)
 
 
 def install_hooks(model: nn.Module) -> None:

@@ -18,7 +18,7 @@ from torch import nn
 
 from cute_ops_torch import functions
 from cute_ops_torch.huggingface.bypass import calls, takes
-from cute_ops_torch.huggingface.traced import forget, has_set, learn, version_of
+from cute_ops_torch.huggingface.traced import has_set, learn, version_of
 
 Tensor = torch.Tensor
 
@@ -106,16 +106,14 @@ def attach(norm: Any, normed: Tensor, total: Tensor) -> Tensor:
 
 def pop(norm: Any, total: Tensor) -> Tensor | None:
     """Detach the norm of a sum; None where there is none, or the sum or the norm has changed since. Of a sum without
-    one that is as it was made it tells the add which norm has read it; the add of one that was written to forgets it.
+    one that is as it was made it tells the add which norm has read it.
     """
     attached = _read(total, _ATTRIBUTE)
-    signed = _read(total, _SIGNED)
-    written = signed is not None and not torch.compiler.is_compiling() and signed[2] != total._version
-    if written:  # autograd refuses to differentiate an add whose sum, which its norm reads, was written to
-        forget(*signed[:2])
     if attached is None or attached[0] is not norm:
-        if signed is not None and not written:
-            learn(norm, *signed[:2])
+        if (signed := _read(total, _SIGNED)) is not None:
+            module, number, version = signed
+            if torch.compiler.is_compiling() or version == total._version:
+                learn(norm, module, number)
         return None
     setattr(total, _ATTRIBUTE, None)
     if not torch.is_grad_enabled():

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from cute_ops_torch.huggingface import meaning, norm, residual_norm, traced
-from cute_ops_torch.huggingface.bypass import is_plain, may_write, takes
+from cute_ops_torch.huggingface.bypass import is_plain, takes
 from cute_ops_torch.huggingface.match import Forward, Replacement, innermost
 from cute_ops_torch.huggingface.source import definition
 from cute_ops_torch.huggingface.statements import compiled
@@ -40,7 +40,7 @@ def add(module: nn.Module, place: tuple[int, tuple[str, ...]], a: Any, b: Any) -
     if not takes(a, b):
         return a + b
     number, within = place
-    leaves = not within and not may_write(module) and _goes_on(module, number)
+    leaves = not within and _goes_on(module, number)
     readers: Any = [traced.reader_of(module, number)] if leaves else [module._modules.get(name) for name in within]
     found = ((each, residual_norm.norm_of(each)) for each in readers if each is not None)
     reader, made = next((pair for pair in found if pair[1] is not None), (None, None))
@@ -59,13 +59,14 @@ def _are_streams(a: Any, b: Any) -> bool:
 
 
 def _goes_on(module: nn.Module, number: int) -> bool:
-    """Whether what runs now is neither run again for a gradient nor by one, as parts of a model by a checkpoint: the
-    second forward of a part runs without the next one. A trace goes on where the next one is in the same graph.
+    """Whether what runs now is a model that keeps its sums to itself, and is neither run again for a gradient nor by
+    one, as parts of a model by a checkpoint: the second forward of a part runs without the next one. A trace goes on
+    where the next one is in the same graph.
     """
     if torch.compiler.is_dynamo_compiling():
         return traced.goes_on(module, number)
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return hooks is None and torch._C._current_graph_task_id() == -1
+    return traced.keeps_sums() and hooks is None and torch._C._current_graph_task_id() == -1
 
 
 def _with_calls(op: str, original: Any) -> Forward:

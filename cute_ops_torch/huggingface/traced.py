@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Iterator
+from contextvars import ContextVar
 from functools import wraps
 from typing import Any
 
@@ -15,10 +17,14 @@ import torch
 from torch import nn
 
 from cute_ops_torch.composite.constant import constant
+from cute_ops_torch.huggingface.bypass import is_observed
+from cute_ops_torch.huggingface.captures import returns_sums
 
 log = logging.getLogger("cute_ops")
 # An attribute of modules that add: by the number of each add the norm that has read its sum.
 READERS = "_cute_readers"
+# By the number of each add: the norm, the model, and the modules on the way to the norm.
+_WAYS = "_cute_ways"
 # (module, number, norm) of each sum whose reader a trace has found and not yet written to the module.
 _found: list[tuple[nn.Module, int, nn.Module]] = []
 # Numbers that Dynamo has read for the traced code, which takes the last one by `_noted`.
@@ -145,6 +151,8 @@ def settling(forward: Any) -> Any:
 
     @wraps(forward)
     def whole(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            return _run(forward, self, args, kwargs)
         out = forward(self, *args, **kwargs)
         settle()
         return out
@@ -153,16 +161,78 @@ def settling(forward: Any) -> Any:
     return whole
 
 
+class _Run:
+    """The forward of a model or of a stack of layers that runs outside of compilers.
+
+    Attributes:
+        model: the outermost of such.
+        keeps_sums: whether nobody gets a sum of its layers: a norm that was computed with the sum is none of that to
+            autograd, which then gives who asks for the sum's gradient less than all of it.
+    """
+
+    def __init__(self, model: nn.Module, keeps_sums: bool) -> None:
+        self.model, self.keeps_sums = model, keeps_sums
+
+    def between(self, module: nn.Module, norm: nn.Module) -> list[nn.Module] | None:
+        """The modules that hold one of the two: a sum may be seen by their hooks. None if the model holds not both."""
+        names = {id(each): name for name, each in self.model.named_modules()}
+        if not names.keys() >= {id(module), id(norm)}:
+            return None
+        adds, reads = (set(_prefixes(names[id(each)])) for each in (module, norm))
+        return [self.model.get_submodule(name) for name in (adds ^ reads) - {names[id(norm)]}]
+
+
+_running: ContextVar[_Run | None] = ContextVar("cute_ops_running", default=None)
+
+
+def _prefixes(name: str) -> Iterator[str]:
+    parts = name.split(".")
+    return (".".join(parts[:k]) for k in range(1, len(parts) + 1))
+
+
+def _run(forward: Any, model: nn.Module, args: Any, kwargs: Any) -> Any:
+    outer = _running.get()
+    keeps = (outer is None or outer.keeps_sums) and not returns_sums(model, kwargs)
+    token = _running.set(_Run(model if outer is None else outer.model, keeps))
+    try:
+        return forward(model, *args, **kwargs)
+    finally:
+        _running.reset(token)
+
+
+def keeps_sums() -> bool:
+    """Whether a patched model runs, outside of compilers, and gives nobody the sums of its layers."""
+    run = _running.get()
+    return run is not None and run.keeps_sums
+
+
 def reader_of(module: nn.Module, number: int) -> nn.Module | None:
-    """The norm that has read the last sum of this add in a module; a patched one has the attribute."""
+    """The norm that has read the last sum of this add in a module, if no hook sees the sum on its way; a patched module
+    has the attribute.
+    """
     readers: Any = getattr(module, READERS)
     found = readers.get(number) if readers is not None else None
-    return None if found is None else found()
+    norm = None if found is None else found()
+    if norm is None or torch.compiler.is_compiling():
+        return norm
+    return None if _is_seen(module, number, norm) else norm
 
 
-def forget(module: nn.Module, number: int | None = None) -> None:
-    """Forget which norms have read a module's sums, or that of one add."""
-    if number is None:
-        vars(module).pop(READERS, None)
-    else:
-        vars(module).get(READERS, {}).pop(number, None)
+def _is_seen(module: nn.Module, number: int, norm: nn.Module) -> bool:
+    """Whether a hook may see the sum on its way from a module to a norm."""
+    ways, run = vars(module).setdefault(_WAYS, {}), _running.get()
+    if run is None:
+        return True
+    known = ways.get(number)
+    if known is None or known[0]() is not norm or known[1]() is not run.model:
+        between = run.between(module, norm)
+        way = None if between is None else [weakref.ref(each) for each in between]
+        known = ways[number] = weakref.ref(norm), weakref.ref(run.model), way
+    way = known[2]
+    return way is None or any((each := ref()) is None or is_observed(each) for ref in way)
+
+
+def forget(module: nn.Module) -> None:
+    """Forget which norms have read a module's sums."""
+    for name in (READERS, _WAYS):
+        vars(module).pop(name, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -115,23 +116,42 @@ def _write(x: Any) -> None:
     (x[0] if isinstance(x, tuple) else x)[:, -1] *= 1.5
 
 
-def test_blocks_that_are_called_one_by_one() -> None:
-    """A sum that is written to between two of them is handed on once at most."""
-    plain: Any = without_dropout(make("gpt2"))
+@pytest.mark.parametrize("family", ["gpt2", "gemma2"])
+def test_sums_that_are_seen_have_all_of_their_gradients(family: str) -> None:
+    """Where a model returns them, hooks get them, or layers are called one by one."""
+    plain: Any = without_dropout(make(family))
     model = copy.deepcopy(plain)
     cute_ops_torch.patch(model)
     step(model)
 
-    def run(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        x = model.transformer.wte(TOKENS)
-        for block in model.transformer.h:
-            _write(x := block(x))
-        out, weight = model.transformer.ln_f(x), model.transformer.wte.weight
-        return out.detach(), {"wte": torch.autograd.grad(out.sin().sum(), weight)[0]}
+    def returned(model: Any) -> list[torch.Tensor]:
+        out = model(input_ids=TOKENS, labels=TOKENS, output_hidden_states=True)
+        return [*torch.autograd.grad(out.loss, out.hidden_states)]
 
-    with pytest.raises(RuntimeError, match="inplace"):
-        run(model)
-    close(run(model), run(plain))
+    def hooked(model: Any, before: bool) -> list[torch.Tensor]:
+        base, seen = model.base_model, list[torch.Tensor]()
+        layers = base.h if family == "gpt2" else base.layers
+        if before:
+            handle = layers[1].register_forward_pre_hook(lambda m, args: seen.append(args[0]))
+        else:
+            handle = layers[0].register_forward_hook(
+                lambda m, args, out: seen.append(out[0] if isinstance(out, tuple) else out)
+            )
+        loss = model(input_ids=TOKENS, labels=TOKENS).loss
+        handle.remove()
+        return [*torch.autograd.grad(loss, seen)]
+
+    def one_by_one(model: Any) -> list[torch.Tensor]:
+        x = seen = model.transformer.wte(TOKENS)
+        for block in model.transformer.h:
+            seen, x = x, block(x)
+            _write(x)
+        return [*torch.autograd.grad(model.transformer.ln_f(x).sin().sum(), [seen])]
+
+    alone = [one_by_one] if family == "gpt2" else []
+    for way in (returned, partial(hooked, before=False), partial(hooked, before=True), *alone):
+        got, want = ({str(k): x for k, x in enumerate(way(each))} for each in (model, plain))
+        close((TOKENS, got), (TOKENS, want))
 
 
 class Embeddings(nn.Module):
@@ -162,18 +182,18 @@ class Rectified(Embeddings):
 
 @pytest.mark.parametrize("how", ["+=", "[]", ".add_", "relu", ""])
 def test_a_sum_that_is_changed_in_place_is_no_add_with_a_norm(how: str, taken: list[nn.Module]) -> None:
-    model = nn.Sequential(Rectified() if how == "relu" else Embeddings())
+    model = Rectified() if how == "relu" else Embeddings()
 
     def run() -> list[torch.Tensor]:
         x = torch.linspace(-2, 3, 96).view(2, 3, 16).sin().requires_grad_()
-        out = model[0](x, how)
+        out = model(x, how)
         return [out, *torch.autograd.grad(out, x, x.detach())]
 
     want = run()
     assert "add_layernorm" in {each.op for each in cute_ops_torch.patch(model)}
     for _ in range(2):
         torch.testing.assert_close(run(), want, rtol=1e-5, atol=1e-5)
-    assert model[0].second in taken and (model[0].first in taken) == (not how)
+    assert model.second in taken and (model.first in taken) == (not how)
 
 
 @pytest.mark.parametrize("family", ["fnet", "yoso"])
