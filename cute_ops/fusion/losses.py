@@ -404,12 +404,10 @@ def _with_sum(graph: Graph, node: Node, call: Named, live: set[Node]) -> tuple[N
             if len(axes) == len(each.shape):
                 break
             of_rows = False
-        elif (user.op, user.attr) == ("primitive", "negative"):
-            sign = -sign
         elif of_rows and not masks and (mask := _mask(user, each)) is not None:
             masks = (mask,)
-        elif (scaled := _scaled(user)) is not None and scaled[0] is each:
-            sign *= scaled[1]
+        elif (factor := _factor(user, each)) is not None:
+            sign *= factor
         elif user.op not in ("cast", "reshape") or user.dtype not in FLOATS:
             return node, call
         each = user
@@ -420,6 +418,14 @@ def _with_sum(graph: Graph, node: Node, call: Named, live: set[Node]) -> tuple[N
         (*call.shapes, *(call.shapes[2] for _ in masks)), {**call.attrs, "sign": sign, "total": True},
     )  # fmt: skip
     return user, named
+
+
+def _factor(user: Node, each: Node) -> float | None:
+    """The factor by which a node multiplies another; None if it does something else."""
+    if (user.op, user.attr) == ("primitive", "negative"):
+        return -1
+    scaled = _scaled(user)
+    return scaled[1] if scaled is not None and scaled[0] is each else None
 
 
 def _mask(user: Node, each: Node) -> Node | None:
