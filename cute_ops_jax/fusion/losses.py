@@ -84,7 +84,8 @@ def linear_loss_with_metrics(
         return jnp.argmax(_logits(row, weight, bias, wide), -1).astype("int32")
 
     def predict() -> Any:
-        return _by_chunks(predicted, hidden, weight)(hidden.reshape(-1, hidden.shape[-1])).reshape(target.shape)
+        rows = whole(hidden).reshape(-1, hidden.shape[-1])
+        return _by_chunks(predicted, hidden, weight)(rows).reshape(target.shape)
 
     return _with_metrics(
         run, target, weight.shape[0], known, sign=sign, outside=outside, of=of, beside=beside, attrs=attrs,
@@ -116,12 +117,14 @@ def linear_loss(
         return linear_cross_entropy(hidden, weight, target, bias, **options)
 
     def careful(hidden: Any, weight: Any, bias: Any, target: Any, mask: Any) -> Any:
+        weight, bias = whole(weight), None if bias is None else whole(bias)
+
         @jax.checkpoint
         def of_row(given: Any) -> Any:
             row, at = given
             return _of_rows(_logits(row, weight, bias, wide), at, outside, of, **attrs)
 
-        rows = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
+        rows = whole(hidden).reshape(-1, hidden.shape[-1]), whole(target).reshape(-1)
         losses = _by_chunks(of_row, hidden, weight)(rows).reshape(target.shape)
         return jnp.sum(losses if mask is None else jnp.where(mask, losses, 0)) if total else losses
 
@@ -143,7 +146,9 @@ def _held(hidden: Any, weight: Any, bias: Any, wide: bool) -> Any:
 
 def _are_held(hidden: Any, weight: Any, wide: bool) -> bool:
     rows = prod(hidden.shape[:-1])
-    return not is_symbolic(rows) and rows * weight.shape[0] * (4 if wide else hidden.dtype.itemsize) <= MOST_HELD
+    if is_symbolic(rows) or is_explicit(hidden):  # JAX cannot look up a logit of classes that devices share
+        return False
+    return bool(rows * weight.shape[0] * (4 if wide else hidden.dtype.itemsize) <= MOST_HELD)
 
 
 def _logits(rows: Any, weight: Any, bias: Any, wide: bool) -> Any:

@@ -14,7 +14,6 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import cute_ops_jax
-from cute_ops_jax.fusion import losses
 from tests.jax.drawn_graphs import QUICK
 
 B, T, N, HIDDEN, HEADS = 8, 3, 16, 24, 2
@@ -130,14 +129,12 @@ def test_losses_in_a_shard_map(check_vma: bool) -> None:
     close([np.asarray(a) for a in jax.tree.leaves(got)], want)
 
 
-@pytest.mark.parametrize("form", ["gather", "one-hot rows and accuracy", "not held", "logits in float32"])
-def test_losses_on_explicit_meshes(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("form", ["gather", "one-hot rows and accuracy", "logits in float32", "weights"])
+def test_losses_on_explicit_meshes(form: str) -> None:
     """Where rows are sharded, and for labels that are no class, whose losses a loop computes."""
-    if form == "not held":
-        monkeypatch.setattr(losses, "MOST_HELD", 0)
 
     def of_head(labels: jax.Array, p: Arrays, x: jax.Array) -> Any:
-        wide = jnp.float32 if form == "logits in float32" else None
+        wide = jnp.float32 if form in ("logits in float32", "weights") else None
         x, head = (a.astype(jnp.bfloat16) if wide else a for a in (x, p["head"]))
         logits = jnp.matmul(x, head, preferred_element_type=wide)
         if form == "gather":
@@ -145,12 +142,13 @@ def test_losses_on_explicit_meshes(form: str, monkeypatch: pytest.MonkeyPatch) -
             return (jax.nn.logsumexp(logits, -1) - at).mean()
         rows = jax.nn.one_hot(labels, 32, dtype=logits.dtype)
         correct = (logits.argmax(-1) == labels).mean() if not wide else 0.0
-        return (jax.nn.logsumexp(logits, -1) - (rows * logits).sum(-1)).mean() + correct
+        losses = jax.nn.logsumexp(logits, -1) - (rows * logits).sum(-1)
+        return (losses * jnp.arange(losses.shape[-1])).sum() if form == "weights" else losses.mean() + correct
 
     for labels in (TOKENS, TOKENS.at[0, 1].set(-100)):
         of_labels = partial(of_head, labels)
         want = jax.value_and_grad(of_labels, (0, 1))(PARAMS, X)
         got = on_mesh(jax.value_and_grad(cute_ops_jax.fuse(of_labels), (0, 1)), X, {}, AxisType.Explicit)
         for a, b in zip(got, jax.tree.leaves(want), strict=True):
-            rtol = 1e-2 if form == "logits in float32" else 2e-5
+            rtol = 1e-2 if form in ("logits in float32", "weights") else 2e-5
             np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * max(1e-2, np.abs(b).max()))
