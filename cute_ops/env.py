@@ -103,7 +103,7 @@ def check() -> None:
 
 
 def wrong() -> list[str]:
-    """What is wrong with the values of variables in this process's environment."""
+    """The faults of variables' values in this process's environment."""
     found = []
     for variable in VARIABLES:
         try:

@@ -86,7 +86,7 @@ def unknown_argument(name: str, known: Sequence[str]) -> str:
 
 
 def wrong_arguments(signature: Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """What is wrong with the names, or the number, of a call's arguments; empty where nothing is."""
+    """The error text for the names or the number of a call's arguments; empty if they are right."""
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:

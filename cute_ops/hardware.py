@@ -14,7 +14,7 @@ _RESERVED_SHARED, _SHARED_UNIT = 1024, 128  # bytes that the system keeps of eac
 
 
 class SM(NamedTuple):
-    """What one SM of an architecture has.
+    """The resources of one SM of an architecture.
 
     Attributes:
         number: SMs of the usual GPU, for building on machines without one.

@@ -233,7 +233,7 @@ def _poll(process: subprocess.Popen[bytes]) -> tuple[select.poll, list[int]]:
 
 
 def _sent(handle: int, line: bytes) -> bytes:
-    """What is left of a line after a write; nothing if the pipe is broken."""
+    """The rest of a line after a write; empty if the pipe is broken."""
     try:
         return line[os.write(handle, line) :]
     except BrokenPipeError:

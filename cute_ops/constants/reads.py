@@ -183,7 +183,7 @@ def _shown(path: str) -> str:
 
 @lru_cache(1024)
 def uses(code: CodeType, bound: bool) -> tuple[Use, ...]:
-    """What code uses of what is not its own; ``bound``, its first parameter is an object.
+    """Names that code uses and does not define; ``bound``, its first parameter is an object.
 
     Raises:
         Unknown: it changes what others see, or takes its object in ``*args``, as decorated methods do.

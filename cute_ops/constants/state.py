@@ -111,7 +111,7 @@ def _another(function: Any, readers: Sequence[Reader], otherwise: str) -> State 
 
 
 def reader_of(function: Any, otherwise: str) -> Reader | None:
-    """What reads all that a function reads; None if that cannot be known: see :func:`state`."""
+    """A function that returns all that a function reads; None if that cannot be known: see :func:`state`."""
     code = code_of(function)
     if code is None:
         return None

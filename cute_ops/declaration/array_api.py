@@ -1,4 +1,4 @@
-"""What reference implementations share."""
+"""Functions that reference implementations share."""
 
 from __future__ import annotations
 

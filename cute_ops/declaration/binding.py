@@ -276,7 +276,7 @@ def own_lead(tensor: Tensor, array: Array) -> tuple[Any, ...]:
 
 
 def as_outputs(op: Op, returned: Any) -> tuple[Any, ...]:
-    """What the op's reference returned, as a tuple with one entry for each output.
+    """The results of the op's reference, as a tuple with one entry for each output.
 
     Raises:
         TypeError: more or fewer than are declared.

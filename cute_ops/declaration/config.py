@@ -114,7 +114,7 @@ class Problem(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """What one CTA takes of an SM at least: an estimate that is too high would leave out configs that run.
+    """The least resources of an SM that one CTA takes: a higher estimate would leave out configs that run.
 
     Args:
         threads: of the CTA.

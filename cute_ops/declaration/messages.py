@@ -63,7 +63,7 @@ def naming(
 
 
 def wrong_attribute(op: Declaration, name: str, value: Any) -> str:
-    """What is wrong with the value of an attribute or a scalar; empty where its type is the declared one's.
+    """The error text for the value of an attribute or a scalar; empty if its type is the declared one.
 
     An array is most often meant for an input that the op does not have, such as a bias.
     """

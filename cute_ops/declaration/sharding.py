@@ -68,7 +68,7 @@ def _all(found: Factors) -> set[str]:
 
 
 def with_others(framework: Any, **others: Any) -> Any:
-    """What a framework offers to programs, with these in place of its own."""
+    """A framework's functions for programs, with these in place of its own."""
     return SimpleNamespace(**{**vars(framework), **others})
 
 

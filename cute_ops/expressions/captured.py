@@ -83,7 +83,7 @@ class Capturing(Tracing):
         self.reads: dict[tuple[int, str, tuple[int, ...]], int] = {}  # their operands
 
     def read(self, array: int, kind: str, index: tuple[int, ...] = ()) -> Symbol:
-        """What is read of an array with an index of these nodes: the same symbol every time."""
+        """The symbol for an array's element at an index of these nodes: the same one every time."""
         key = array, kind, index
         if key not in self.reads:
             self.reads[key] = len(self.operands)

@@ -33,7 +33,7 @@ JUMPING = ("equal", "less", "less_equal", "sign", "floor", "round", "astype")
 
 
 class Source(NamedTuple):
-    """Where an operand of a derivative comes from: the ``operand``, ``cotangent`` or ``output`` at this position."""
+    """The source of a derivative's operand: the ``operand``, ``cotangent`` or ``output`` at this position."""
 
     role: str
     position: int

@@ -23,7 +23,7 @@ HALVES = ("[:n]", "[n:]")
 
 
 class Kind(NamedTuple):
-    """What a value is: which dims it has, and its dtype."""
+    """The kind of a value: its dims and its dtype."""
 
     rows: bool
     columns: bool

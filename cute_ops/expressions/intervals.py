@@ -21,7 +21,7 @@ from cute_ops.expressions.simplify import SimplifyingGraph
 
 
 class Range(Enum):
-    """What is known of an operand over a tile."""
+    """The bounds of an operand over a tile."""
 
     POINT = 1  # one value
     INTERVAL = 2  # its least and its largest value

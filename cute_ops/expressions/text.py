@@ -89,7 +89,7 @@ _OPERAND = r"([0-9]{1,4})(\[:n\]|\[n:\])?"
 
 
 def _node(graph: Graph, primitives: list[int], token: str) -> int:
-    """What a token stands for."""
+    """The node that a token stands for."""
     if token in ("n", "column"):
         return graph.leaf(token)
     if token in ("true", "false"):

@@ -66,7 +66,7 @@ def trace(
 
 
 def named(function: Callable[..., Any]) -> tuple[str, tuple[str, int] | None]:
-    """What messages call a function, and its file and first line, if it has them."""
+    """A function's name in messages, and its file and first line, if it has them."""
     plain = inspect.unwrap(function)
     code = getattr(plain, "__code__", None)
     name = getattr(plain, "__qualname__", type(plain).__name__)

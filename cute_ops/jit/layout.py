@@ -136,7 +136,7 @@ def check_memory(binding: Binding, memory: Mapping[str, Memory], by_kernel: bool
 
 
 def misplaced(binding: Binding, name: str, where: Memory | None) -> str:
-    """What is wrong with where an input lies, compact by default; empty if nothing is."""
+    """The error text for the layout of an input, compact by default; empty if it is right."""
     tensor, array = binding.op.inputs[name], binding.inputs[name]
     if array is None or 0 in array.shape or not (where or tensor.align):
         return ""
@@ -211,7 +211,7 @@ def preferred(tensor: Tensor, shape: Sequence[int], place: int | None = None) ->
 def tensor_key(
     name: str, dtype: str, shape: tuple[int, ...], known: tuple[int | None, ...], where: Memory
 ) -> TensorKey:
-    """What a kernel knows of a tensor that is contiguous in its last dim; ``known`` has the sizes that are compile-time
+    """The key of a tensor that is contiguous in its last dim; ``known`` has the sizes that are compile-time
     constants, None for the others.
     """
     # The stride of a dim of size 1 (or 0) is never used.
@@ -228,13 +228,13 @@ def tensor_key(
 def _scattered_key(
     name: str, dtype: str, shape: tuple[int, ...], known: tuple[int | None, ...], strides: tuple[int, ...]
 ) -> TensorKey:
-    """What a kernel knows of a tensor without a contiguous dim: numbers, aligned to one item."""
+    """The key of a tensor without a contiguous dim: numbers, aligned to one item."""
     kind: Literal["flat", "scattered"] = "scattered" if _uneven(shape, strides) else "flat"
     return TensorKey(name, dtype, known, kind, align=ITEMSIZE[dtype], row_align=ITEMSIZE[dtype])
 
 
 def number_key(name: str, default: float) -> TensorKey:
-    """What a kernel knows of a number that is passed by value: its type, which is its default's."""
+    """The key of a number that is passed by value: its type, which is its default's."""
     dtype = "float32" if isinstance(default, float) else "int64"
     return TensorKey(name, dtype, (), "number", align=ITEMSIZE[dtype], row_align=ITEMSIZE[dtype])
 

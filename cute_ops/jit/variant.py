@@ -18,7 +18,7 @@ from cute_ops.files import json_schema
 
 
 class TensorKey(NamedTuple):
-    """What a kernel knows of one tensor at compile time.
+    """The properties of one tensor that a kernel knows at compile time.
 
     Attributes:
         name: the argument's name.

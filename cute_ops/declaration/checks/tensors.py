@@ -172,7 +172,7 @@ def _contiguous(name: str, tensor: Tensor, is_output: bool) -> Iterator[str]:
 
 
 def _fallback(op: Declaration) -> Iterator[str]:
-    """What may run in place of a kernel."""
+    """The declared fallback of a kernel."""
     if op.fallback is None:
         return
     if unknown := [name for name in op.fallback.anywhere if name not in op.inputs]:

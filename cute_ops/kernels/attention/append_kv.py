@@ -185,7 +185,7 @@ class AppendKV:
 
     @cute.jit
     def _inverse(self, mScale, there, head):
-        """What numbers of a head are multiplied by on their way to the cache."""
+        """The factor of a head's numbers on their way to the cache."""
         inverse = Float32(1.0)
         if const_expr(mScale is not None):
             if there:

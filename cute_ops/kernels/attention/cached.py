@@ -1,4 +1,4 @@
-"""What kernels of attention to caches add to those of attention: lengths, scales, and parts of keys."""
+"""Parts that attention to caches adds to attention: lengths, scales, and parts of keys."""
 
 import cutlass
 import cutlass.cute as cute

@@ -1,4 +1,4 @@
-"""What the kernels around attention are configured with."""
+"""Configs of the kernels around attention."""
 
 from __future__ import annotations
 

@@ -313,7 +313,7 @@ class DecodeAttention:
         return Accumulated(scores, weights, values, *rows, *keys, tokens, heads, factors)
 
     def _start_factors(self, row, scales, work, i, lane):
-        """What scores are multiplied by: a row's factor of queries and the cache's scale."""
+        """The factor of scores: a row's factor of queries times the cache's scale."""
         if self.tiles.scaled:
             mScale, sFactors = scales
             for r in range(2):

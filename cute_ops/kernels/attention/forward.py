@@ -10,7 +10,7 @@ from cute_ops.kernels.attention.tiles import Tiles
 
 
 class ForwardKernel:
-    """What the forward kernels share: sizes, functions of scores, and which tiles of keys a block of queries has."""
+    """Parts of the forward kernels: sizes, functions of scores, and which tiles of keys a block of queries has."""
 
     def __init__(self, variant):
         config, attrs, dims = AttentionConfig.of(variant.config), variant.attrs, variant.dims

@@ -1,4 +1,4 @@
-"""What the kernels of latent attention share: the work of CTAs, where latents lie, and the results of rows."""
+"""Parts that the kernels of latent attention share: the work of CTAs, where latents lie, and the results of rows."""
 
 from typing import Any, NamedTuple
 

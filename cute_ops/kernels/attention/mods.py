@@ -1,4 +1,4 @@
-"""What is done to a tile of scores in registers: expressions of :mod:`cute_ops.ops.attention.mods` as device code."""
+"""Masks and changes of scores in registers: expressions of :mod:`cute_ops.ops.attention.mods` as device code."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""What the kernels of attention share: sizes, tiles, what TMA moves, and which tiles of scores there are."""
+"""Parts that the kernels of attention share: sizes, tiles, what TMA moves, and which tiles of scores there are."""
 
 from typing import Any, NamedTuple
 

@@ -1,4 +1,4 @@
-"""What the kernels of attention by ``mma.sync`` share: products of one warp, tiles by ``cp.async``, results of rows.
+"""Parts of attention by ``mma.sync``: products of one warp, tiles by ``cp.async``, results of rows.
 
 A tile in shared memory has rows of the tensor's elements, padded so that eight neighbouring rows lie in different
 banks. A warp multiplies 16 rows, or several times 16, which take each part of the second operand that it reads.

@@ -1,4 +1,4 @@
-"""What the convolution kernels are configured with."""
+"""Configs of the convolution kernels."""
 
 from __future__ import annotations
 

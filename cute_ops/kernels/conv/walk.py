@@ -40,7 +40,7 @@ class SequenceRows:
 
 
 class Walk:
-    """What forward and backward share.
+    """Parts that forward and backward share.
 
     Tile: a CTA is ``lanes`` vectors of channels, side by side, times ``depth`` spans. Row tensors have one dtype; the
     alignment of all of them, compact outputs among them, makes a vector so long that it divides ``n``: none has a mask.

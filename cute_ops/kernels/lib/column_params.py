@@ -138,7 +138,7 @@ def _load_to_end(rPart: cute.Tensor, address: Int64, whole: Boolean, rest: cutla
 def _load_piece(
     here: Boolean, rX: cute.Tensor, address: Int64, place: cutlass.Constexpr, bytes_: cutlass.Constexpr
 ):  # fmt: skip
-    """So many bytes of a vector, from an element on."""
+    """A number of bytes of a vector, from an element on."""
     bits = {2: Int16, 4: Int32, 8: Int64}[bytes_]
     size = rX.element_type.width // 8
     if here:

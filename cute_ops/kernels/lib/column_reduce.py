@@ -149,7 +149,7 @@ class TileColumnSum:
             gSums[column] = total
 
     def _place(self, column, group, r):
-        """Where a column's sum is in the r-th row of sums."""
+        """The index of a column's sum in the r-th row of sums."""
         return column + self.tile.v.shift(Int64(group) * self.tile.rows + r, self.tile.n)
 
 

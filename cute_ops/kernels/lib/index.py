@@ -1,4 +1,4 @@
-"""What an index that names no row does: it ends the kernel, or gives NaN."""
+"""Handling of an index that names no row: it ends the kernel, or gives NaN."""
 
 import cutlass.cute as cute
 from cutlass import Boolean

@@ -1,4 +1,4 @@
-"""What kernels on rows are configured with. Nothing here needs the compiler: declarations import it."""
+"""Configs of kernels on rows. Nothing here needs the compiler: declarations import it."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ class LogSum:
         return state
 
     def number(self, x):
-        """What is summed of an element; it grows with the element."""
+        """The summand of an element; it grows with the element."""
         return x
 
     def vector(self, x):

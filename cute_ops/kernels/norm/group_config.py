@@ -1,4 +1,4 @@
-"""What the kernels of group norm are configured with."""
+"""Configs of the kernels of group norm."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class Place:
 
 
 class GroupExamples:
-    """What the forward and its gradients share.
+    """Parts that the forward and its gradients share.
 
     Tile: a cluster takes ``width`` channels, some groups, of an example, and each of its CTAs some of the positions. A
     thread has a vector of channels, the same at every ``depth``-th position, so that it adds its channels up in

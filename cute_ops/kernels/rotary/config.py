@@ -1,4 +1,4 @@
-"""What the rotary kernels are configured with."""
+"""Configs of the rotary kernels."""
 
 from __future__ import annotations
 

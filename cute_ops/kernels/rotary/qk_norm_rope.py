@@ -219,7 +219,7 @@ class BackwardSide(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What a thread keeps from head to head: its chunks, their weights and the sums of the weights' gradients."""
+    """A thread's registers from head to head: its chunks, their weights and the sums of the weights' gradients."""
 
     chunks: Any
     weights: Any

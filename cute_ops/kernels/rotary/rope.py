@@ -108,7 +108,7 @@ class Rope:
         return [wide(self.rotary.table(mTable, i, row, chunk, wanted)) for i, mTable in enumerate(tables)]
 
     def _finish(self, rX, sources):
-        """What is done with rotated elements before they are stored."""
+        """Change rotated elements before they are stored; subclasses do."""
 
     def _source(self, sources, token, head, d):
         """Byte address of a head of the output in the source that has it."""

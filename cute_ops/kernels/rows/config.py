@@ -14,7 +14,7 @@ COLUMN_THREADS, COLUMN_CTAS = 256, 4
 
 
 class Texts(KernelConfig):
-    """What a kernel computes.
+    """The computation of a kernel.
 
     Attributes:
         expression: the expression's text.

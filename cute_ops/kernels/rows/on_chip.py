@@ -35,7 +35,7 @@ BATCH = 4
 
 
 class HeldRows(RowPieces):
-    """What the two forms have in common: a thread's vectors of a row, from stage to stage.
+    """A thread's vectors of a row, from stage to stage, in both forms.
 
     Tile: ``threads_per_row`` threads of each of ``cluster`` CTAs hold a row, ``per_thread`` vectors each; a CTA of
     ``threads`` holds ``threads / threads_per_row`` rows. Row vectors are loaded once. Bytes moved per element: every
@@ -374,7 +374,7 @@ class RowsInRing(HeldRows):
             rSum[0] = totals[s]
 
     def _of_example(self, tensors, coord):
-        """What the rows of this cluster's example share, at this thread's columns."""
+        """Operands that the rows of this cluster's example share, at this thread's columns."""
         coord = coord._replace(row=cutlass.min(coord.row, coord.count - 1))
         held = self.access.load(self.rows(tensors, self.once, coord.row, self.n), coord)
         return [*zip(self.once, held)]

@@ -27,7 +27,7 @@ class Column(NamedTuple):
 
 
 class RowPieces:
-    """What an expression reads and writes.
+    """The operands and outputs of an expression.
 
     Attributes:
         emit: the expression.
