@@ -174,12 +174,16 @@ class _Run:
         self.model, self.keeps_sums = model, keeps_sums
 
     def between(self, module: nn.Module, norm: nn.Module) -> list[nn.Module] | None:
-        """The modules that hold one of the two: a sum may be seen by their hooks. None if the model holds not both."""
+        """The modules whose hooks may see a sum: those that hold one of the two, and the norm's neighbours, which may
+        read it, too. None if the model holds not both.
+        """
         names = {id(each): name for name, each in self.model.named_modules()}
         if not names.keys() >= {id(module), id(norm)}:
             return None
         adds, reads = (set(_prefixes(names[id(each)])) for each in (module, norm))
-        return [self.model.get_submodule(name) for name in (adds ^ reads) - {names[id(norm)]}]
+        apart = [self.model.get_submodule(name) for name in (adds ^ reads) - {names[id(norm)]}]
+        neighbours = [each for name in reads - adds for each in self.model.get_submodule(name).children()]
+        return [each for each in (*apart, *neighbours) if each is not norm]
 
 
 _running: ContextVar[_Run | None] = ContextVar("cute_ops_running", default=None)

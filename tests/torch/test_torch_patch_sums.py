@@ -98,7 +98,7 @@ def test_what_changes_between_an_add_and_its_norm_is_seen(taken: list[nn.Module]
         lambda t: hooks.append(t.h[1].ln_2.register_forward_pre_hook(lambda m, args: (args[0] * 2,))),
         lambda t: [each.remove() for each in hooks],
     )
-    assert block.ln_2 not in hook and block.ln_1 in hook
+    assert {block.ln_1, block.ln_2}.isdisjoint(hook) and model.transformer.ln_f in hook
     step(model)
     behind = changed(
         lambda t: hooks.append(t.h[0].register_forward_hook(lambda m, args, out: _write(out))),
@@ -116,7 +116,7 @@ def _write(x: Any) -> None:
     (x[0] if isinstance(x, tuple) else x)[:, -1] *= 1.5
 
 
-@pytest.mark.parametrize("family", ["gpt2", "gemma2"])
+@pytest.mark.parametrize("family", ["gpt2", "gemma2", "gpt_neox"])
 def test_sums_that_are_seen_have_all_of_their_gradients(family: str) -> None:
     """Where a model returns them, hooks get them, or layers are called one by one."""
     plain: Any = without_dropout(make(family))
@@ -132,7 +132,8 @@ def test_sums_that_are_seen_have_all_of_their_gradients(family: str) -> None:
         base, seen = model.base_model, list[torch.Tensor]()
         layers = base.h if family == "gpt2" else base.layers
         if before:
-            handle = layers[1].register_forward_pre_hook(lambda m, args: seen.append(args[0]))
+            reads = layers[1].post_attention_layernorm if family == "gpt_neox" else layers[1]  # beside the other norm
+            handle = reads.register_forward_pre_hook(lambda m, args: seen.append(args[0]))
         else:
             handle = layers[0].register_forward_hook(
                 lambda m, args, out: seen.append(out[0] if isinstance(out, tuple) else out)
