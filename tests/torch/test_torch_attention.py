@@ -106,16 +106,16 @@ def test_drawn_calls_with_functions(seed: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("part", range(6))
+@pytest.mark.parametrize("part", range(18))
 def test_drawn_calls_with_functions_on_a_gpu(part: int) -> None:
-    for seed in range(part * 6, part * 6 + 6):
+    for seed in range(part * 2, part * 2 + 2):
         assert_right_with_functions(seed, "cuda", 500)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("part", range(12))
+@pytest.mark.parametrize("part", range(24))
 def test_drawn_calls_on_a_gpu(part: int) -> None:
-    for seed in range(part * 4, part * 4 + 4):
+    for seed in range(part * 2, part * 2 + 2):
         assert_right(drawn(seed), seed, "cuda")
 
 
