@@ -290,7 +290,7 @@ def _slice(graph: Graph, args: Args, kwargs: Any, shape: Any, dtype: str) -> Val
     x, dim = args[0], _get(args, kwargs, 1, "dim", 0)
     start, stop, step = _get(args, kwargs, 2, "start"), _get(args, kwargs, 3, "end"), _get(args, kwargs, 4, "step", 1)
     size, axis = x.shape[dim], dim % len(x.shape)
-    if not isinstance(size, int):
+    if not all(each is None or isinstance(each, int) for each in (size, start, stop, step)):
         return x if (start in (0, None) and shape == x.shape) else graph.opaque("slice", [x], shape, dtype)
     first = 0 if start is None else start
     last = size if stop is None else min(stop, size)
