@@ -23,9 +23,12 @@ from cute_ops.jit.target import parse
 from cute_ops.kernels.attention import forward, tiles
 from cute_ops.kernels.attention.config import AttentionConfig
 from cute_ops.kernels.attention.forward import ForwardKernel
+from cute_ops.kernels.attention.limits import limits_of
+from cute_ops.kernels.attention.mods import FAST, K, Q
 from cute_ops.kernels.attention.softmax import CUBIC, LOWEST, QUINTIC, CappedSoftmax, polynomial
 from cute_ops.ops.attention.attention import attention, attention_bwd
 from cute_ops.ops.attention.by_call import Captured, kind_of, op_of_call
+from cute_ops.ops.attention.mods import mask_mod
 from tests.emulator import products, ptx_cta, ptx_sm90
 from tests.ops.attention_calls import NO_FUNCTIONS, Bounded, Call, Functions, arrays, expected
 
@@ -84,6 +87,29 @@ def modded(number: int) -> tuple[Call, Functions]:
     call = Call(1, 70, 140, 2, 2, 64, 64, "bfloat16", {"softcap": 20.0, "left": 90}, False, False)
     numbers = {"table": (2, 281), "slopes": (2,), "keys": (1, 140)}
     return call, Functions(tables, None, {n: rng.random(shape, np.float32) for n, shape in numbers.items()})
+
+
+def in_steps(xp: Any, batch: Any, head: Any, q: Any, k: Any) -> Any:
+    """Reads what the step before computes three times."""
+    for i in range(30):
+        q = xp.where(q > 40 + i, q - 3, q + i)
+    return k <= q
+
+
+@pytest.mark.parametrize(
+    ("mask", "of_q", "of_k"),
+    [
+        (band, 3, 3), (in_steps, None, 1),
+        # Sums that float32 rounds: neither kernel may reorder them, or they would differ in what they leave out.
+        (lambda xp, batch, head, q, k: q < k + 3.0000002, 1, None),
+        (lambda xp, batch, head, q, k: k + 3e7 < q + 3e7, None, None),
+        (lambda xp, batch, head, q, k: k - q <= 2.0**31, 1, 1),
+    ],
+)  # fmt: skip
+def test_limits_of_masks(mask: Any, of_q: int | None, of_k: int | None) -> None:
+    for axis, count in ((Q, of_q), (K, of_k)):
+        found = limits_of(mask_mod(mask), axis, FAST)
+        assert (found and len(found)) == count
 
 
 class Run:

@@ -4,6 +4,9 @@ To compare each score's coordinates takes three to five instructions a score; to
 another, which moves several bits to predicates.
 """
 
+import math
+import operator
+from functools import cache
 from typing import Any, NamedTuple
 
 import cutlass
@@ -16,7 +19,12 @@ from cute_ops.kernels.emit.emitter import Emitter
 
 WORD = 32  # bits
 FAR = float(1 << 25)  # no coordinate is so large
-WHOLE = ("add", "subtract", "multiply", "negative", "abs", "floor", "minimum", "maximum")  # of whole numbers
+LONGEST, EXACT = 1 << 22, 1 << 24  # coordinates, and whole numbers that float32 holds
+# Of whole numbers that are no larger than these, how large what is computed of them may be.
+WHOLE = {
+    **dict.fromkeys(("add", "subtract"), operator.add), "multiply": operator.mul,
+    **dict.fromkeys(("negative", "abs", "floor"), abs), **dict.fromkeys(("minimum", "maximum"), max),
+}  # fmt: skip
 # Of comparisons of a and b: whether they say that b - a is positive, or 0, too; or that a - b is.
 COMPARISONS = {"less_equal": (False, 1), "less": (True, 1), "greater_equal": (False, -1), "greater": (True, -1)}
 
@@ -43,6 +51,7 @@ def limits_of(mod, axis, device):
     graph = Graph(expression.operands)
     nodes, places = expression.nodes, copied(expression, graph)
 
+    @cache  # what is read twice in each of many steps would else be walked 2**steps times
     def slope(i):
         """How often the coordinate is added; None if it is otherwise used."""
         node = nodes[i]
@@ -55,12 +64,19 @@ def limits_of(mod, axis, device):
             return None
         return {"add": sum(slopes), "subtract": slopes[0] - slopes[-1], "negative": -slopes[0]}[node.primitive]
 
-    def is_whole(i):
-        """Whether a node is a whole number, as coordinates and sizes are: float32 adds these without an error."""
+    @cache
+    def largest(i):
+        """The largest whole number that a node can be, as coordinates and sizes are; infinite if it may be none."""
         node = nodes[i]
-        if node.primitive in ("operand", "constant"):
-            return node.primitive == "operand" or float(node.number).is_integer()
-        return node.primitive in WHOLE and all(map(is_whole, node.args))
+        if node.primitive == "operand":
+            return LONGEST
+        if node.primitive == "constant":
+            return abs(float(node.number)) if float(node.number).is_integer() else math.inf
+        return WHOLE.get(node.primitive, lambda *_: math.inf)(*map(largest, node.args))
+
+    def is_exact(i):
+        """Whether float32 computes a node, or the difference of it and another one, without an error."""
+        return nodes[i].primitive == "constant" or largest(i) <= EXACT
 
     def gather(i):
         node = nodes[i]
@@ -71,7 +87,8 @@ def limits_of(mod, axis, device):
         (strict, sign), slopes = COMPARISONS[node.primitive], [slope(j) for j in node.args]
         if None in slopes or abs(slopes[1] - slopes[0]) != 1:
             return False
-        if not all(map(is_whole, node.args)) and all(nodes[j].primitive != "operand" for j in node.args):
+        alone = any(nodes[j].primitive == "operand" and nodes[j].operand == axis for j in node.args)
+        if not alone and not all(map(is_exact, node.args)):
             return False
         first, second = node.args[::sign]
         rest = graph.finish([graph.add("subtract", places[second], places[first])])
