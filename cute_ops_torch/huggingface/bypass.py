@@ -184,8 +184,10 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def is_observed(module: nn.Module) -> bool:
-    """Whether a hook may read or write what a module gets or returns: any but those by which transformers keeps it."""
-    return has_hooks(module) and not _has_only_hooks_of(module, CAPTURES)
+    """Whether a hook may read or write what a module gets or returns: any but those by which transformers keeps it.
+    A ``forward`` of the instance, as accelerate wraps around that of the class, may do so, too.
+    """
+    return "forward" in vars(module) or (has_hooks(module) and not _has_only_hooks_of(module, CAPTURES))
 
 
 def _has_only_hooks_of(module: nn.Module, source: str) -> bool:

@@ -118,7 +118,7 @@ def _write(x: Any) -> None:
 
 @pytest.mark.parametrize("family", ["gpt2", "gemma2", "gpt_neox"])
 def test_sums_that_are_seen_have_all_of_their_gradients(family: str) -> None:
-    """Where a model returns them, hooks get them, or layers are called one by one."""
+    """Where a model returns them, hooks get them or write their gradients, or layers are called one by one."""
     plain: Any = without_dropout(make(family))
     model = copy.deepcopy(plain)
     cute_ops_torch.patch(model)
@@ -149,8 +149,22 @@ def test_sums_that_are_seen_have_all_of_their_gradients(family: str) -> None:
             _write(x)
         return [*torch.autograd.grad(model.transformer.ln_f(x).sin().sum(), [seen])]
 
+    def wrapped(model: Any) -> list[torch.Tensor]:
+        layer = (model.base_model.h if family == "gpt2" else model.base_model.layers)[0]
+        plainly = layer.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            out = plainly(*args, **kwargs)
+            (out[0] if isinstance(out, tuple) else out).register_hook(lambda gradient: gradient * 2)
+            return out
+
+        layer.forward = forward
+        loss = model(input_ids=TOKENS, labels=TOKENS).loss
+        del layer.forward
+        return [*torch.autograd.grad(loss, [*layer.parameters()])]
+
     alone = [one_by_one] if family == "gpt2" else []
-    for way in (returned, partial(hooked, before=False), partial(hooked, before=True), *alone):
+    for way in (returned, partial(hooked, before=False), partial(hooked, before=True), wrapped, *alone):
         got, want = ({str(k): x for k, x in enumerate(way(each))} for each in (model, plain))
         close((TOKENS, got), (TOKENS, want))
 
