@@ -22,6 +22,8 @@ from cute_ops.declaration.shapes import FLOATS
 from cute_ops.hardware import ARCHES
 from cute_ops.jit.plan import signature
 from cute_ops.jit.target import parse
+from cute_ops.ops.norm.add_layernorm import add_layernorm
+from cute_ops.ops.norm.layernorm import layernorm
 from cute_ops.testing import interpreter, kernel_calls
 from cute_ops.testing.kernel_calls import ALL, LAYOUTS
 
@@ -128,6 +130,18 @@ def test_rows_and_sums_fit_shared_memory(op: Op) -> None:
         if hasattr(form, "ring"):
             sums = form.sum.values * form.sum.partials * form.sum.stages * form.tile.rows
             assert form.ring.bytes + 4 * sums + 8 * form.sum.stages <= SHARED, (n, variant.config)
+
+
+@more_numbers
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("op", [layernorm, add_layernorm], ids=lambda op: op.name)
+def test_rows_of_two_tensors_fit_shared_memory(op: Op, dtype: str) -> None:
+    for n in (19343, 50323, *np.random.default_rng(19343).integers(2048, 2**16, 20).tolist()):
+        variant = tile_of(op, n, dtype, "compact", 4099).variant
+        source, _, name = variant.kernel.partition(":")
+        form = getattr(importlib.import_module(source), name)(variant).form
+        if hasattr(form, "ring"):
+            assert form.ring.bytes + 1024 <= SHARED, (n, variant.config)
 
 
 @more_numbers

@@ -110,14 +110,17 @@ def forward(problem: Problem, centred: bool = False) -> NormConfig:
 
 def _centred_row(problem: Problem, row: RowProblem) -> NormConfig:
     """A layer norm's row of more than a warp's vectors, in one CTA; an unaligned one of a few vectors, too."""
+    found = None
     if not row.aligned and row.vectors <= WARP:
         per_thread = -(-(row.vectors + row.align_vectors) // SHORT_CENTRED_THREADS)
-        return _persistent(problem, row, cluster=1, per_thread=per_thread, threads=128)
-    if not row.aligned:
+        found = _persistent(problem, row, cluster=1, per_thread=per_thread, threads=128)
+    elif not row.aligned:
         touched, wide = row.vectors + row.align_vectors, _column_bytes(problem, row) > 2 * VECTOR_BYTES
         per_thread = FEWER_CENTRED_VECTORS if wide or touched > DEEPEST_ROW else CENTRED_VECTORS
         threads = max(threads_for(touched, per_thread), 128)
-        return _persistent(problem, row, cluster=1, per_thread=per_thread, threads=threads)
+        found = _persistent(problem, row, cluster=1, per_thread=per_thread, threads=threads)
+    if found:
+        return found
     share = WARP if row.vectors <= 5 * WARP else threads_for(row.vectors, 4)
     return NormConfig("one_pass", max(128, share), share, align_vectors=row.align_vectors, delay_weight_load=True)
 
@@ -144,7 +147,9 @@ def _long_row(problem: Problem, row: RowProblem, centred: bool) -> NormConfig:
     pair, touched = "residual" in problem.dtypes, row.vectors + row.align_vectors
     weights_fit = SMEM_FROM[False] < touched <= 2 * PERSISTENT_VECTORS
     if centred and not row.aligned and weights_fit and row.max_cluster > 1:
-        return _persistent(problem, row, cluster=2, per_thread=5, threads=640)
+        found = _persistent(problem, row, cluster=2, per_thread=5, threads=640)
+        if found:
+            return found
     full = not (row.aligned or centred or pair)
     span = SMEM_SPAN_OF_SUM if pair and row.aligned else SMEM_VECTORS
     wide = pair and not row.aligned and _column_bytes(problem, row) > VECTOR_BYTES
@@ -204,12 +209,14 @@ def _in_smem(
     return NormConfig("smem", *spread, row.align_vectors, delay_weight_load=not room)
 
 
-def _persistent(problem: Problem, row: RowProblem, cluster: int, per_thread: int, threads: int) -> NormConfig:
-    """Unaligned rows, whose weight and bias stay in registers from row to row."""
+def _persistent(problem: Problem, row: RowProblem, cluster: int, per_thread: int, threads: int) -> NormConfig | None:
+    """Unaligned rows, whose weight and bias stay in registers from row to row; None without room for two of them."""
     share = threads_for(-(-(row.vectors + row.align_vectors) // cluster), per_thread, threads)
     rows = threads // share
-    slot = rows * share * per_thread * VECTOR_BYTES
+    slot = rows * share * per_thread * row.vector_elements * bytes_of(problem, ("x", "residual"))
     stages = 2 if cluster == 1 or 3 * slot + FORWARD_RESERVED > row.ring_bytes else 3
+    if stages * slot + FORWARD_RESERVED > row.ring_bytes:
+        return None
     resident = max(1, FORWARD_SM_THREADS // threads)
     # Rows start at the same offset in a cache line again every `period` rows. A thread keeps its columns as long as
     # offsets do not change: the number of CTAs is a multiple of the period, and clusters take rows sorted by offset.
