@@ -436,6 +436,19 @@ def test_logits_that_something_else_reads_are_kept(what: str) -> None:
     assert why in next(entry.why for entry in inductor.report() if entry.becomes == "cross_entropy")
 
 
+@pytest.mark.parametrize("metric", [False, True])
+def test_logits_are_kept_where_the_head_s_input_is_written_to(metric: bool) -> None:
+    """A head that is not trained needs its input no more."""
+
+    def loss(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        hidden = x * 2
+        logits = F.linear(hidden, w).flatten(0, 1)
+        losses = F.cross_entropy(logits, torch.arange(B * S) % 37, reduction="none")
+        return losses, logits.argmax(-1) if metric else losses * 2, hidden.mul_(0.5)
+
+    compare(loss, made(B, S, K, seed=1), made(37, K, seed=2).detach(), found={"cross_entropy": 1})
+
+
 def test_logits_are_kept_unless_asked_and_where_nothing_is_trained() -> None:
     model, x, labels = Head(), torch.randn(B, S, K), torch.arange(B * S).view(B, S)
     wanted = model(x, labels)
