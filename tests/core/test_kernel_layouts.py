@@ -121,9 +121,10 @@ def test_rows_and_sums_fit_shared_memory(op: Op) -> None:
     """
     rng = np.random.default_rng(56519)
     some = np.exp(rng.uniform(np.log(4096), np.log(LONGEST), 2000 if SWEEP else 12)).astype(int).tolist()
-    for i, n in enumerate((56519, 112611, *some)):
+    calls = [(ROWS[i % 5], n, LAYOUTS[i % 4]) for i, n in enumerate((56519, 112611, *some))]
+    for rows, n, layout in (*calls, *((4099, n, "spaced") for n in range(1, 9))):
         narrow = {"T": "bfloat16"} if "R" in op.dtypes else {}
-        call = kernel_calls.shaped(op, ROWS[i % 5], n, "float32", LAYOUTS[i % 4], **narrow)
+        call = kernel_calls.shaped(op, rows, n, "float32", layout, **narrow)
         variant = call.planned()[1].variant
         source, _, name = variant.kernel.partition(":")
         form = getattr(importlib.import_module(source), name)(variant).form

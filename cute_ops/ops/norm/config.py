@@ -474,7 +474,8 @@ def _few_rows(problem: Problem, row: RowProblem, row_bytes: int) -> NormConfig |
     rows = min(1024 // share, next_power(problem.m))
     stages = next_power(-(-problem.m // rows))
     span = share * -(-row.vectors // (cluster * share))
-    if stages * rows * (span * -(-row_bytes // row.vectors) + 8) > row.ring_bytes - FEW_RESERVED:
+    vector_bytes = row.vector_elements * (row_bytes // row.n)
+    if stages * rows * (span * vector_bytes + 8) > row.ring_bytes - FEW_RESERVED:
         return None
     # As many CTAs as four of the largest clusters have: these surely run at once.
     replicas = min(4 * row.max_cluster // cluster, 16, share)
@@ -495,7 +496,7 @@ def _overlapped(problem: Problem, row: RowProblem, row_bytes: int) -> NormConfig
     share = threads_for(-(-row.vectors // cluster), 1)
     rows = max(128 // share, 1)
     span = share * -(-row.vectors // (cluster * share))
-    if 2 * rows * span * -(-row_bytes // row.vectors) > row.ring_bytes - OVERLAPPED_RESERVED:
+    if 2 * rows * span * row.vector_elements * (row_bytes // row.n) > row.ring_bytes - OVERLAPPED_RESERVED:
         return None
     return NormConfig(
         "overlapped", rows * share, share, cluster, stages=2, column_threads=column_threads, rows_per_thread=depth
