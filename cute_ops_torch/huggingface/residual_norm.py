@@ -116,12 +116,19 @@ def pop(norm: Any, total: Tensor) -> Tensor | None:
                 learn(norm, module, number)
         return None
     setattr(total, _ATTRIBUTE, None)
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or _has_own_gradient(total):
         return None
     _, then, versions, normed = attached
     made: Norm = type(norm)._cute_norm(norm)
     own = (made.weight is then.weight, made.bias is then.bias, made.eps == then.eps, made.offset == then.offset)
     return normed if all(own) and versions == _versions(made, total) else None
+
+
+def _has_own_gradient(total: Tensor) -> bool:
+    """Whether a sum's gradient is kept or given to hooks: it has to hold that of the norm, which is computed of the sum
+    then.
+    """
+    return not torch.compiler.is_compiling() and bool(total.retains_grad or total._backward_hooks)
 
 
 def _read(total: Tensor, name: str) -> Any:

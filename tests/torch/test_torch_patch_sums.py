@@ -169,6 +169,38 @@ def test_sums_that_are_seen_have_all_of_their_gradients(family: str) -> None:
         close((TOKENS, got), (TOKENS, want))
 
 
+class Hooked(nn.Module):
+    """Layers whose sums have gradients that are halved and kept."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.h, self.norm = model.transformer.h, model.transformer.ln_f
+
+    def forward(self, x: torch.Tensor, kept: list[torch.Tensor]) -> Any:
+        for layer in self.h:
+            x = layer(x)
+            x.register_hook(lambda gradient: gradient * 0.5)
+            x.retain_grad()
+            kept.append(x)
+        return self.norm(x)
+
+
+def test_gradients_of_sums_that_a_model_changes(taken: list[nn.Module]) -> None:
+    plain = Hooked(without_dropout(make("gpt2")))
+    model, width = copy.deepcopy(plain), plain.norm.weight.numel()
+    x = torch.linspace(-1, 1, 6 * width).view(2, 3, width).sin()
+    cute_ops_torch.patch(model)
+    for _ in range(2):
+        found = []
+        for each in (model, plain):
+            each.zero_grad()
+            kept: list[torch.Tensor] = []
+            each(x, kept).sin().sum().backward()
+            found.append({str(k): x.grad for k, x in enumerate([*kept, *each.parameters()])})
+        close(*((TOKENS, each) for each in found))
+    assert model.norm not in taken
+
+
 class Embeddings(nn.Module):
     """Sums of which one is changed in place before its norm reads it, as in the embeddings of FNet and others."""
 
