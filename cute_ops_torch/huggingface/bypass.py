@@ -8,6 +8,7 @@ for granted later. :func:`or_original` makes each replaced ``forward``; :func:`t
 
 from __future__ import annotations
 
+import dis
 import inspect
 import logging
 import sys
@@ -83,7 +84,7 @@ def reads(function: Any) -> Callable[[], bool]:
     home, scope = sys.modules.get(function.__module__), function.__globals__
     read, pending = dict[str, Any](), [function]
     while pending:
-        for name in pending.pop().__code__.co_names:
+        for name in _globals_of(pending.pop().__code__):
             if name in scope and name not in read and not isinstance(scope[name], types.ModuleType):
                 read[name], inner = scope[name], inspect.unwrap(scope[name])
                 if isinstance(inner, types.FunctionType) and inner.__globals__ is scope:
@@ -99,6 +100,11 @@ def reads(function: Any) -> Callable[[], bool]:
         return find(scope) == known  # type: ignore[no-any-return]
 
     return same
+
+
+def _globals_of(code: types.CodeType) -> set[str]:
+    """The names of globals that code reads; `co_names` has those of attributes, too."""
+    return {each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"}
 
 
 def declined(module: nn.Module, *tensors: torch.Tensor | None) -> Any:

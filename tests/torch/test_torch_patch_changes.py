@@ -715,6 +715,14 @@ def test_inputs_of_any_layout_run(seed: int) -> None:
     torch.testing.assert_close(patched[1](zero), plain[1](zero))
 
 
+def test_a_forward_reads_no_global_by_an_attribute_s_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ``model = torch.compile(model)`` does not concern a ``forward`` with ``self.model``."""
+    unchanged = bypass.reads(lambda self: (self.PAGE, MLP))
+    for name, still in (("PAGE", True), ("MLP", False)):
+        monkeypatch.setattr(sys.modules[__name__], name, ())
+        assert unchanged() == still
+
+
 def test_what_no_op_takes_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     bypass._say.cache_clear()
     model = nn.Sequential(nn.GELU())
