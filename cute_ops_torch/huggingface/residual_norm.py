@@ -18,14 +18,9 @@ from torch import nn
 
 from cute_ops_torch import functions
 from cute_ops_torch.huggingface.bypass import calls, takes
-from cute_ops_torch.huggingface.traced import has_set, learn, version_of
+from cute_ops_torch.huggingface.traced import NORMED, SIGNED, has_set, learn, version_of
 
 Tensor = torch.Tensor
-
-_ATTRIBUTE = "_cute_normed"
-# Of a sum: the module that has added it, the number of the add there, and, outside of compilers, the sum's
-# version.
-_SIGNED = "_cute_sum"
 
 
 class Norm(NamedTuple):
@@ -100,7 +95,7 @@ def attach(norm: Any, normed: Tensor, total: Tensor) -> Tensor:
     made: Norm = type(norm)._cute_norm(norm)
     if torch.compiler.is_compiling():
         total = total.view_as(total)  # Dynamo knows attributes of what a call returns, and not of what is in a tuple
-    setattr(total, _ATTRIBUTE, (norm, made, _versions(made, total), normed))
+    setattr(total, NORMED, (norm, made, _versions(made, total), normed))
     return total
 
 
@@ -108,14 +103,14 @@ def pop(norm: Any, total: Tensor) -> Tensor | None:
     """Detach the norm of a sum; None where there is none, or the sum or the norm has changed since. Of a sum without
     one that is as it was made it tells the add which norm has read it.
     """
-    attached = _read(total, _ATTRIBUTE)
+    attached = _read(total, NORMED)
     if attached is None or attached[0] is not norm:
-        if (signed := _read(total, _SIGNED)) is not None:
+        if (signed := _read(total, SIGNED)) is not None:
             module, number, version = signed
             if torch.compiler.is_compiling() or version == total._version:
                 learn(norm, module, number)
         return None
-    setattr(total, _ATTRIBUTE, None)
+    setattr(total, NORMED, None)
     if not torch.is_grad_enabled() or _has_own_gradient(total):
         return None
     _, then, versions, normed = attached
@@ -146,4 +141,4 @@ def _versions(made: Norm, total: Tensor) -> tuple[int, ...]:
 def sign(total: Tensor, module: nn.Module, number: int) -> None:
     """Write on a sum which add of which module has made it."""
     version = None if torch.compiler.is_compiling() else total._version
-    setattr(total, _SIGNED, (module, number, version))
+    setattr(total, SIGNED, (module, number, version))

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from cute_ops_torch.composite.constant import constant
 from cute_ops_torch.huggingface.bypass import is_observed
@@ -23,6 +24,12 @@ from cute_ops_torch.huggingface.captures import returns_sums
 log = logging.getLogger("cute_ops")
 # An attribute of modules that add: by the number of each add the norm that has read its sum.
 READERS = "_cute_readers"
+# Attributes of a sum. The norm that was computed with it, None once that is read.
+NORMED = "_cute_normed"
+# The module that has added it, the number of the add there, and, outside of compilers, the sum's version.
+SIGNED = "_cute_sum"
+# An attribute of models that have returned such sums.
+_RETURNS = "_cute_returns_sums"
 # By the number of each add: the norm, the model, and the modules on the way to the norm.
 _WAYS = "_cute_ways"
 # (module, number, norm) of each sum whose reader a trace has found and not yet written to the module.
@@ -196,12 +203,32 @@ def _prefixes(name: str) -> Iterator[str]:
 
 def _run(forward: Any, model: nn.Module, args: Any, kwargs: Any) -> Any:
     outer = _running.get()
-    keeps = (outer is None or outer.keeps_sums) and not returns_sums(model, kwargs)
+    keeps = (outer is None or outer.keeps_sums) and not (_RETURNS in vars(model) or returns_sums(model, kwargs))
     token = _running.set(_Run(model if outer is None else outer.model, keeps))
     try:
-        return forward(model, *args, **kwargs)
+        out = forward(model, *args, **kwargs)
     finally:
         _running.reset(token)
+    return _returned(model, out) if outer is None and keeps else out
+
+
+def _returned(model: nn.Module, out: Any) -> Any:
+    """What a model returns. If norms read sums among it, the model hands on none from its next call on, and sums that
+    it has handed on are views: autograd raises where their gradients are asked for, which would lack the norms'.
+    """
+    found = [leaf for leaf in tree_leaves(out) if type(leaf) is torch.Tensor and _is_read(leaf)]
+    if not found:
+        return out
+    setattr(model, _RETURNS, True)
+    log.debug("%s returns sums that norms of its own read: each is an add alone", type(model).__name__)
+    handed = {id(leaf) for leaf in found if hasattr(leaf, NORMED)}
+    return tree_map(lambda leaf: leaf.view_as(leaf) if id(leaf) in handed else leaf, out) if handed else out
+
+
+def _is_read(x: torch.Tensor) -> bool:
+    """Whether a tensor is a sum of which a norm is known that reads it."""
+    module, number, _ = getattr(x, SIGNED, (None, 0, None))
+    return module is not None and number in (getattr(module, READERS, None) or {})
 
 
 def keeps_sums() -> bool:
@@ -238,5 +265,5 @@ def _is_seen(module: nn.Module, number: int, norm: nn.Module) -> bool:
 
 def forget(module: nn.Module) -> None:
     """Forget which norms have read a module's sums."""
-    for name in (READERS, _WAYS):
+    for name in (READERS, _WAYS, _RETURNS):
         vars(module).pop(name, None)

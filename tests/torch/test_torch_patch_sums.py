@@ -201,6 +201,42 @@ def test_gradients_of_sums_that_a_model_changes(taken: list[nn.Module]) -> None:
     assert model.norm not in taken
 
 
+class Listed(nn.Module):
+    """Layers whose sums are returned if they are asked for."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.h, self.norm = model.transformer.h, model.transformer.ln_f
+
+    def forward(self, x: torch.Tensor, asked: bool) -> Any:
+        states = []
+        for layer in self.h:
+            x = layer(x)
+            states.append(x)
+        return self.norm(x), (states if asked else [])
+
+
+def test_gradients_of_sums_that_a_model_returns(taken: list[nn.Module]) -> None:
+    plain = Listed(without_dropout(make("gpt2")))
+    models, width = [copy.deepcopy(plain) for _ in range(2)], plain.norm.weight.numel()
+    x = torch.linspace(-1, 1, 6 * width).view(2, 3, width).sin()
+
+    def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+        out, states = model(x, True)
+        return {str(k): x for k, x in enumerate(torch.autograd.grad(out.sin().sum(), states))}
+
+    for k, model in enumerate(models):
+        cute_ops_torch.patch(model)
+        for _ in range(2 * k):
+            model(x, False)[0].sum().backward()
+        assert (model.norm in taken) == bool(k)
+        if k:  # sums are handed on already
+            with pytest.raises(RuntimeError, match="not have been used in the graph"):
+                gradients(model)
+        for _ in range(3):
+            close((TOKENS, gradients(model)), (TOKENS, gradients(plain)))
+
+
 class Embeddings(nn.Module):
     """Sums of which one is changed in place before its norm reads it, as in the embeddings of FNet and others."""
 
