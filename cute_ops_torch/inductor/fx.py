@@ -46,8 +46,10 @@ def changed(graph: Graph, since: Any, until: Any) -> bool:
     return any(map(written_by, order[order.index(since) + 1 : order.index(until)]))
 
 
-def written_later(graph: Graph, node: Any, read: Any) -> bool:
-    """Whether what a node reads is written to after it, which an op that keeps it for its gradient does not allow."""
-    memory, order = storage_of(value_of(read)), list(graph.nodes)
+def written_later(graph: Graph, node: Any, *read: Any) -> bool:
+    """Whether any of what a node reads is written to after it, which an op that keeps it for its gradient does not
+    allow.
+    """
+    memory, order = [storage_of(value_of(each)) for each in read], list(graph.nodes)
     later = (each for writer in order[order.index(node) + 1 :] for each in written_by(writer))
-    return any(storage_of(value_of(each)) == memory for each in later)
+    return any(storage_of(value_of(each)) in memory for each in later)

@@ -138,7 +138,7 @@ def _head(graph: Graph, node: Any, logits: Any, keeps_logits: bool) -> _Head | N
     made, hidden, matrix = value_of(layer), value_of(x), value_of(weight)
     if made is None or hidden is None or matrix is None or changed(graph, layer, node):
         return None
-    if not same_mode(graph, layer, node) or any(written_later(graph, node, each) for each in (x, weight)):
+    if not same_mode(graph, layer, node) or written_later(graph, node, x, weight):
         return None
     if any(str(value_of(each).shape[:-1]) != str(made.shape[:-1]) for each in head.returned):  # type: ignore[union-attr]
         return None
