@@ -748,7 +748,7 @@ def test_products(op: Op, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     binding = bind_tensors(op, tensors, [*linear.attributes(op).values()])
     assert len(linear.plans(binding, tensors, None, {})) == 1
     found = linear.plans(binding, tensors, "x256", {"group": 4})
-    assert len(found) == 6
+    assert len(found) == 8
     assert all("x256-" in name and plan.variant.config["group"] == 4 for name, plan in found.items())
     exact = testing.run_reference(op, dict(zip(op.inputs, tensors, strict=True)), {})[0]
     out = torch.full_like(exact, torch.nan)

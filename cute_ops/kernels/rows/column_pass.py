@@ -68,14 +68,16 @@ class ColumnPass:
             self.width = column_width(vectors)
         self.depth = THREADS // self.width
         read = sum(piece.tile and not piece.shared for piece in inputs)
-        loads = LOADS if self.example is None else LOADS_ALONE
+        # Registers hold what several tiles and their sums need, or the next step: with both they spill.
+        self.ahead = self.example is None and (len(tiles) < 2 or not sums)
+        loads = LOADS if self.ahead else LOADS_ALONE
         self.unroll = LOADS_OF_ONE if read == 1 and not tiles else max(loads // max(read, 1), 1)
         if self.example is not None and sums:
             # If the shared operands are float32, vectors of 16-bit tiles are short: more of them are in flight.
             widest = max(ITEMSIZE[self.keys[p.name].dtype] for p in inputs if p.tile and not p.shared)
             self.unroll *= max(VECTOR_BYTES // (vec * widest), 1)
         self.splits = bool(tiles) and fold == 1  # steps whose rows all exist are computed apart
-        self.resident = COLUMN_CTAS if sums and tiles and self.example is None else 0
+        self.resident = COLUMN_CTAS if sums and tiles and self.ahead else 0
         self.pdl = can_use_pdl(variant.arch)
 
     @cute.jit
@@ -126,7 +128,7 @@ class ColumnPass:
         top, stride, rows = Int64(part * self.depth + y), step * self.unroll, count // self.fold
         tensors = inputs, shared, tiles, rSums
         walk = top, step, stride, rows
-        if const_expr(self.example is not None):
+        if const_expr(not self.ahead):
             self._walk(tensors, place, walk, inside)
         elif rows > 0:
             self._walk_ahead(tensors, place, walk, inside)
@@ -143,15 +145,17 @@ class ColumnPass:
     def _walk(
         self, tensors: cutlass.Constexpr, place: cutlass.Constexpr, walk: cutlass.Constexpr, inside: Boolean
     ):  # fmt: skip
-        """Compute a thread's rows. Steps whose rows all exist need no selects, which many sums would spend a third of
-        their time with.
+        """Compute a thread's rows. Of examples, steps whose rows all exist need no selects, which many sums would spend
+        a third of their time with.
         """
         top, step, stride, rows = walk
-        whole = Int32(rows // stride)
-        for i in cutlass.range(whole, unroll=1):
-            first = top + i * stride
-            loaded = self._loaded(tensors, place, (first, step, rows), True)
-            self._compute(tensors, place, loaded, (first, step, rows), inside, True)
+        whole = Int32(0)
+        if const_expr(self.example is not None):
+            whole = Int32(rows // stride)
+            for i in cutlass.range(whole, unroll=1):
+                first = top + i * stride
+                loaded = self._loaded(tensors, place, (first, step, rows), True)
+                self._compute(tensors, place, loaded, (first, step, rows), inside, True)
         for i in cutlass.range(whole, Int32((rows + (stride - 1)) // stride), unroll=1):
             first = top + i * stride
             loaded = self._loaded(tensors, place, (first, step, rows), False)
