@@ -10,13 +10,13 @@ from cute_ops.declaration.case import Case
 from cute_ops.declaration.op import Op
 from cute_ops.declaration.tensor import Tensor
 from cute_ops.ops.rotary.rope import COMMON, HEADS, OF_ONE, TABLE, reference, reference_bwd
+from cute_ops.ops.routing.gathered import rows_at
 
 
 def reference_gathered(
     xp: Any, x: Any, positions: Any, cos: Any, sin: Any, *, interleaved: bool, inverse: bool, strict: bool
 ) -> Any:
-    at = xp.reshape(xp.where(positions < 0, cos.shape[0], positions), (-1,))
-    chosen = (xp.reshape(xp.take(table, at, axis=0), (*positions.shape, table.shape[-1])) for table in (cos, sin))
+    chosen = (rows_at(xp, table, positions) for table in (cos, sin))
     if inverse:
         return reference_bwd(xp, x, *chosen, interleaved=interleaved)[0]
     return reference(xp, x, *chosen, interleaved=interleaved)

@@ -23,10 +23,14 @@ CASES = (
 )
 
 
+def rows_at(xp: Any, table: Any, index: Any) -> Any:
+    """``table[index]``, where no number of the index is counted from the end."""
+    at = xp.reshape(xp.where(index < 0, table.shape[0], index), (-1,))
+    return xp.reshape(xp.take(table, at, axis=0), (*index.shape, table.shape[-1]))
+
+
 def reference(xp: Any, y: Any, index: Any, weights: Any = None, strict: bool = False) -> Any:
-    at = xp.reshape(xp.where(index < 0, y.shape[0], index), (-1,))  # none is counted from the end
-    rows = xp.reshape(xp.take(y, at, axis=0), (*index.shape, y.shape[-1]))
-    rows, wide = widen(xp, rows, weights)
+    rows, wide = widen(xp, rows_at(xp, y, index), weights)
     return xp.astype(xp.sum(rows if wide is None else rows * wide[..., None], axis=-2), y.dtype)
 
 
