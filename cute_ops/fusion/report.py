@@ -93,18 +93,10 @@ class Report(list[Entry]):
         return console.export_svg(title=self.name)
 
     def _table(self, *, bars: bool = False) -> Table:
-        """What saves most comes first, and what stays is grey."""
-        columns = (
-            "times",
-            "becomes",
-            "module",
-            "what",
-            "shape",
-            "saves us",
-            *(["together"] if bars else []),
-            "why not",
-        )
-        table = Table(*columns, title=self.name)
+        """The entries as rows: those that save most first, those that stay in grey."""
+        table = Table("times", "becomes", "module", "what", "shape", "saves us", title=self.name)
+        for name in ("together", "why not") if bars else ("why not",):
+            table.add_column(name)
         most = max(map(_saved, self), default=0.0)
         for entry in (*sorted(self.replaced, key=_saved, reverse=True), *self.left):
             gain = "" if entry.gain is None else f"{entry.gain:.3g}"
