@@ -131,7 +131,7 @@ def without_computing(create: Forward) -> Forward:
             setattr(made, _BAND, Band(*sides, 0, embeds.shape[1], keys.shape[1]))
         return made
 
-    # Dynamo counts compiled forms by code.
+    # Dynamo limits the compiled forms of each code object, which all masks would share.
     created.__code__ = created.__code__.replace()
     return created
 

@@ -120,8 +120,8 @@ def pop(norm: Any, total: Tensor) -> Tensor | None:
 
 
 def _has_own_gradient(total: Tensor) -> bool:
-    """Whether a sum's gradient is kept or given to hooks: it has to hold that of the norm, which is computed of the sum
-    then.
+    """Whether a sum's gradient is kept or given to hooks. That gradient must include the norm's part, so the norm has
+    to be computed from the sum.
     """
     return not torch.compiler.is_compiling() and bool(total.retains_grad or total._backward_hooks)
 

@@ -164,7 +164,7 @@ def settling(forward: Any) -> Any:
         settle()
         return out
 
-    whole.__code__ = whole.__code__.replace()  # type: ignore[attr-defined]  # Dynamo counts compiled forms by code
+    whole.__code__ = whole.__code__.replace()  # type: ignore[attr-defined]  # Dynamo limits compiled forms by code
     return whole
 
 
@@ -173,8 +173,8 @@ class _Run:
 
     Attributes:
         model: the outermost of such.
-        keeps_sums: whether nobody gets a sum of its layers: a norm that was computed with the sum is none of that to
-            autograd, which then gives who asks for the sum's gradient less than all of it.
+        keeps_sums: whether no caller gets a sum of its layers. A norm that is computed together with a sum does not
+            depend on it in the autograd graph, so the sum's gradient would lack the norm's part.
     """
 
     def __init__(self, model: nn.Module, keeps_sums: bool) -> None:
@@ -202,6 +202,7 @@ def _prefixes(name: str) -> Iterator[str]:
 
 
 def _run(forward: Any, model: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Call the ``forward`` of a model or of a stack of layers for the adds within, which read that it runs."""
     outer = _running.get()
     keeps = (outer is None or outer.keeps_sums) and not (_RETURNS in vars(model) or returns_sums(model, kwargs))
     token = _running.set(_Run(model if outer is None else outer.model, keeps))
@@ -213,8 +214,9 @@ def _run(forward: Any, model: nn.Module, args: Any, kwargs: Any) -> Any:
 
 
 def _returned(model: nn.Module, out: Any) -> Any:
-    """What a model returns. If norms read sums among it, the model hands on none from its next call on, and sums that
-    it has handed on are views: autograd raises where their gradients are asked for, which would lack the norms'.
+    """The outputs of a model's call. If a norm of the model reads a sum among them, the model hands on no sums in later
+    calls. An output whose norm was already computed with it becomes a view: its gradient would lack the norm's part, so
+    autograd raises if it is asked for.
     """
     found = [leaf for leaf in tree_leaves(out) if type(leaf) is torch.Tensor and _is_read(leaf)]
     if not found:

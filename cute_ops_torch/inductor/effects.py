@@ -63,12 +63,12 @@ def _may_affect(target: Any) -> bool:
 
 @cache
 def is_transform(target: Any) -> bool:
-    """Whether a function is one that ``torch.func.grad``, ``vmap`` and others consist of, and acts on their state."""
+    """Whether a function is a step of a transform (``torch.func.grad``, ``vmap``), which changes their state."""
     return str(getattr(target, "__module__", "")).startswith(("torch._functorch", "torch._C._functorch"))
 
 
 def is_transformed(value: Any) -> bool:
-    """Whether a tensor is one that such a function follows, which no op can be called with outside of it."""
+    """Whether a tensor is wrapped by a transform of ``torch.func``: outside of the transform no op can take it."""
     return isinstance(value, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value)
 
 

@@ -60,7 +60,7 @@ def traced(
 
 @contextmanager
 def _unlogged() -> Iterator[None]:
-    """Without the tracebacks that torch logs of what cannot be traced: whoever traces learns it from the exception."""
+    """Silence the tracebacks that torch logs of calls that cannot be traced: callers get the exception."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before, log.disabled = log.disabled, True
     try:

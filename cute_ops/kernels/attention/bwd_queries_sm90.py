@@ -119,7 +119,7 @@ class QueriesBackward:
         return [slots(smem, self.dtype, layout) for layout in layouts]
 
     def _of_keys(self, smem, mSums):
-        """What gradients of keys and values are computed with: nothing, they are not."""
+        """Places for gradients of keys and values, in subclasses that compute these."""
 
     def _tile(self, sizes):
         return self.tiles.queries_at(cute.arch.block_idx()[0], sizes, (self.d + self.dv) * self.dtype.width // 8)
@@ -211,8 +211,11 @@ class QueriesBackward:
         store_rows(mma_dq, rDq, moved[4], (tidx, tile, self.scale, self.d), sizes.rows[0])
 
     def _keys(self, of_keys, given, at):
-        """Registers for the weights of a tile, if they are needed, what is done once they are there, and once the
-        products with keys are issued: ``release`` lets keys be replaced.
+        """Steps for gradients of keys and values, in subclasses that compute these.
+
+        Returns:
+            (registers for a tile's weights or None, a function to call once the weights are computed, a function to
+            call once the products with keys are issued: it calls ``release`` when keys may be replaced).
         """
 
         def add_keys(keys, release):

@@ -20,17 +20,17 @@ from cute_ops.kernels.emit.emitter import Emitter
 WORD = 32  # bits
 FAR = float(1 << 25)  # no coordinate is so large
 LONGEST, EXACT = 1 << 22, 1 << 24  # coordinates, and whole numbers that float32 holds
-# Of whole numbers that are no larger than these, how large what is computed of them may be.
+# By primitive: a bound of the result's size from bounds of its operands' sizes, for operands that are whole numbers.
 WHOLE = {
     **dict.fromkeys(("add", "subtract"), operator.add), "multiply": operator.mul,
     **dict.fromkeys(("negative", "abs", "floor"), abs), **dict.fromkeys(("minimum", "maximum"), max),
 }  # fmt: skip
-# Of comparisons of a and b: whether they say that b - a is positive, or 0, too; or that a - b is.
+# By comparison of a and b: (strict, sign). It says that sign * (b - a) is positive, or, if not strict, not negative.
 COMPARISONS = {"less_equal": (False, 1), "less": (True, 1), "greater_equal": (False, -1), "greater": (True, -1)}
 
 
 class Limit(NamedTuple):
-    """That ``rest + step * x`` is not negative, or positive, where x is a coordinate of a column.
+    """The condition that ``rest + step * x`` is not negative, or positive, where x is a coordinate of a column.
 
     Attributes:
         rest: an emitter of a number of the row.
@@ -44,14 +44,14 @@ class Limit(NamedTuple):
 
 
 def limits_of(mod, axis, device):
-    """The limits of a coordinate if a mask is a conjunction of such, else None. ``device``: functions of emitters."""
+    """The limits of a coordinate if a mask is a conjunction of limits, else None. ``device``: functions of emitters."""
     if mod.reads:
         return None
     expression, found = mod.expression, []
     graph = Graph(expression.operands)
     nodes, places = expression.nodes, copied(expression, graph)
 
-    @cache  # what is read twice in each of many steps would else be walked 2**steps times
+    @cache  # a node that each of many steps reads twice would else be walked 2**steps times
     def slope(i):
         """How often the coordinate is added; None if it is otherwise used."""
         node = nodes[i]

@@ -17,8 +17,8 @@ TOGETHER = 4  # elements that a thread adds at once: two columns of two rows
 
 
 class SumsOfQueries:
-    """What kernels by warps have that add to dq: ``tiles``, ``d`` and ``_round_chunk``, which knows how sums lie in a
-    tile. Sums have whole tiles.
+    """Base of kernels by warps that add to dq. A subclass has ``tiles``, ``d`` and ``_round_chunk``, which knows how
+    sums lie in a tile. Sums have whole tiles.
     """
 
     @cute.jit
@@ -47,8 +47,8 @@ class SumsOfQueries:
 
 
 class SumsOfTiles:
-    """What kernels by warpgroups have that add to gradients: ``tiles``, ``d``, ``scale``. Sums have whole tiles, in
-    which accumulators lie as threads have them, :data:`TOGETHER` of each thread side by side.
+    """Base of kernels by warpgroups that add to gradients. A subclass has ``tiles``, ``d`` and ``scale``. Sums have
+    whole tiles, in which accumulators lie as threads have them, :data:`TOGETHER` of each thread side by side.
 
     Attributes:
         width: columns of sums.
