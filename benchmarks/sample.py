@@ -8,14 +8,14 @@ same points. How a point is measured is said in device_time.py: contenders take 
 The table at the end lists each point where another contender is more than 3% ahead, with the reason that our choice
 gave in the log; each one is a bug with a number.
 
-Processes share the points of a run. Each first compiles the JAX programs of its points, since XLA tries kernels on the
-GPU and takes no turns. Once no process does so any more, points are measured as soon as their other contenders are
-compiled: one process measures at a time, no other one benchmarks candidates meanwhile, and the rest of the processor's
-cores go on compiling. Beside cuBLAS, torch.compile tries those ten of Triton's products that were ever the fastest of
-them (prewarm.TRITON_PRODUCTS), which halves the time that it takes. A contender that does not compile in
-``--compile-seconds`` is left out of its point, a point that is not ready before ``--seconds`` are over is left out
-itself, and rows are written as they come. ``--resume`` goes on with the points that the file lacks. With several GPUs
-each has its processes, its points and its turns.
+Processes share the points of a run. Each first compiles the JAX programs of its points, for two fifths of the time at
+most, since XLA tries kernels on the GPU and takes no turns. Once no process does so any more, points are measured as
+soon as their other contenders are compiled: one process measures at a time, no other one benchmarks candidates
+meanwhile, and the rest of the processor's cores go on compiling. Beside cuBLAS, torch.compile tries those ten of
+Triton's products that were ever the fastest of them (prewarm.TRITON_PRODUCTS), which halves the time that it takes. A
+contender that does not compile in ``--compile-seconds`` is left out of its point, a point that is not ready before
+``--seconds`` are over is left out itself, and rows are written as they come. ``--resume`` goes on with the points that
+the file lacks. With several GPUs each has its processes, its points and its turns.
 
     python benchmarks/sample.py --out out/benchmarks                      # a new seed
     python benchmarks/sample.py --out out/benchmarks --seed 7 --kinds products --points 60 --seconds 150
@@ -81,7 +81,8 @@ HEADS = (1, 8, 12, 32, 40, 64)
 LONGEST = 262144  # elements of a drawn row
 # Modules that processes share with the one that they are forked from: none of them begins to use the GPU.
 SHARED = ("torch", "torch._inductor.compile_fx", "torch._inductor.select_algorithm", "jax", "cute_ops_torch")
-MEASURED = 0.06  # of a run's seconds: the last of them, in which nothing new is compiled
+# Of a run's seconds: the first of them, in which JAX programs are compiled, and the last, in which nothing new is.
+PROGRAMS, MEASURED = 0.4, 0.06
 GRACE = 10.0  # seconds that a process may take longer
 AGAIN = 5.0  # seconds after which what takes too long is interrupted again: time to clean up
 DTYPES = ("bfloat16", "bfloat16", "bfloat16", "float16", "float32")
@@ -288,11 +289,16 @@ class Bench(device_time.Bench):
         return found
 
     def prepare_programs(self, point: Point, names: Iterable[str], seconds: float, end: float) -> None:
-        """Compile those of the contenders that are JAX programs, for :meth:`prepare` to find."""
-        made = point.problem.buffers(self.device, 0)
-        for name in names:
-            if name in contenders.JAX:
-                self._failed[name, point] = self.compile(name, point, made, seconds, end)
+        """Compile those of the contenders that are JAX programs, for :meth:`prepare` to find, none later than at
+        ``end``.
+        """
+        made = None
+        for name in [name for name in names if name in contenders.JAX]:
+            left = min(seconds, end - time.time())
+            if left > 0 and made is None:
+                made = point.problem.buffers(self.device, 0)
+            failed = self.compile(name, point, made, left, math.inf) if left > 0 else "no time is left"
+            self._failed[name, point] = failed
 
     def compile(self, name: str, point: Point, made: Any, seconds: float, end: float) -> str:
         """Call a contender once; why it is left out, or nothing."""
@@ -463,6 +469,11 @@ class Run(NamedTuple):
     end: float
 
     @property
+    def programs(self) -> float:
+        """When no further JAX program is compiled."""
+        return self.end - (1 - PROGRAMS) * self.options.seconds if math.isfinite(self.end) else math.inf
+
+    @property
     def compiled(self) -> float:
         """When nothing new is compiled any more."""
         return self.end - MEASURED * self.options.seconds if math.isfinite(self.end) else math.inf
@@ -557,8 +568,8 @@ def work(points: Sequence[Point], turns: Turns, holding: Callable[[], None], giv
     with turns.programs(shared=True):
         holding()
         for point in points:
-            if time.time() < given.compiled:
-                attempt(partial(bench.prepare_programs, point, who[point.kind], *limits), point)
+            each = partial(bench.prepare_programs, point, who[point.kind], options.compile_seconds, given.programs)
+            attempt(each, point)
     ready: list[Ready] = []
     measured = 0
     for point in points:
