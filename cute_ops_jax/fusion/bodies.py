@@ -74,8 +74,10 @@ def _retraced(program: Any) -> tuple[Any, list[Any]]:
 
 
 def _checkpoint(equation: JaxprEqn, programs: Sequence[Any], inputs: Sequence[Any]) -> Any:
+    policy = equation.params["policy"]
+    changed = {} if policy is None else {"policy": programs[0].policy(policy)}
     jaxpr, constants = _retraced(programs[0])
-    return _compat.bind(equation, [*constants, *inputs], jaxpr=jaxpr)
+    return _compat.bind(equation, [*constants, *inputs], jaxpr=jaxpr, **changed)
 
 
 def _jit(equation: JaxprEqn, programs: Sequence[Any], inputs: Sequence[Any]) -> Any:

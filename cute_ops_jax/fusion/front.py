@@ -73,6 +73,8 @@ class Front:
         outputs: its outputs: values, or numbers.
         steps: its equations, in order, those of inlined calls in place of the calls.
         values: by node the first value that has it.
+        named: by node the last value of it to which ``checkpoint_name`` gives a name.
+        names: the nodes and steps of all such names.
         stops: by node of a ``stop_gradient`` its equation.
     """
 
@@ -85,6 +87,8 @@ class Front:
         self.graph = Graph(exact, metrics=not exact)
         self.steps: list[Step] = []
         self.values: dict[Node, Value] = {}
+        self.named: dict[Node, Value] = {}
+        self.names: list[tuple[Node, Step]] = []
         self.stops: dict[Node, JaxprEqn] = {}
         self._whole, self._passed, self._exact = whole, passed, exact
         self._only_values = isinstance(passed, _Every)
@@ -94,6 +98,10 @@ class Front:
         self.inputs = [self._value(self.graph.input(_shape(a), _dtype(a)), None, i) for i, a in enumerate(avals)]
         self.outputs = self._run(closed, self.inputs)
         self.graph.outputs = [each.node for each in self.outputs if isinstance(each, Value)]
+
+    def value_of(self, node: Node) -> Value | None:
+        """The value that a part reads of a node, with a name if the program gives it one."""
+        return self.named.get(node) or self.values.get(node)
 
     def _value(self, node: Node, step: Step | None, index: int, array: Any = None) -> Value:
         made = Value(node, step, index, array)
@@ -150,7 +158,11 @@ class Front:
             made = self._opaque(name, equation, inputs)
         step = Step(equation, tuple(inputs), self._call)
         self.steps.append(step)
-        return [self._value(node, step, i) for i, node in enumerate(made)]
+        values = [self._value(node, step, i) for i, node in enumerate(made)]
+        if name == "name":
+            self.named[made[0]] = values[0]
+            self.names.append((made[0], step))
+        return values
 
     def _opaque(self, name: str, equation: JaxprEqn, inputs: list[Any]) -> list[Node]:
         """Nodes of an equation that the graph does not say. Equations without effects that are equal have the same."""
@@ -483,5 +495,6 @@ _TRANSLATIONS: dict[str, Callable[..., _Made]] = {
     "pvary": _vary, "pcast": _vary, "stack": _stack, "tile": _tile, "gather": _gather,
     "argmax": _argmax,
     "copy": lambda g, args, params, shape, dtype: [args[0]],
+    "name": lambda g, args, params, shape, dtype: [args[0]],
     **{name: _reduce(primitive) for name, primitive in _REDUCTIONS.items()},
 }  # fmt: skip

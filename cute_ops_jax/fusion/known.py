@@ -102,7 +102,8 @@ def _elementwise(function: Callable[..., Any]) -> Callable[..., Any]:
 
 _RULES: dict[str, Callable[..., Any]] = {
     "iota": _iota, "broadcast_in_dim": _broadcast, "reshape": _reshaped, "squeeze": _reshaped,
-    "expand_dims": _reshaped, "slice": _slice, "copy": _same, "stop_gradient": _same,
+    "expand_dims": _reshaped, "slice": _slice, "copy": _same, "name": _same,
+    "stop_gradient": _same,
     "convert_element_type": _elementwise(lambda x: x),
     "transpose": lambda params, aval, x: x.transpose(params["permutation"]),
     "select_n": _elementwise(lambda which, *cases: np.choose(which.astype(np.int8), cases)),

@@ -33,6 +33,7 @@ from cute_ops_jax.fusion.known import Input, KnownArrays
 from cute_ops_jax.fusion.layers import call_of_layer
 from cute_ops_jax.fusion.lookups import Lookup, lookup_of
 from cute_ops_jax.fusion.losses import picked
+from cute_ops_jax.fusion.policies import NAME, Policy, answers_of, with_answers
 
 NOTHING: Mapping[int, Input] = {}
 NONE = Meanings(())
@@ -116,7 +117,8 @@ class Program:
             return args[value.index] if value.array is None else value.array
 
         def of_node(node: Node) -> Any:
-            return read(self.front.values[node]) if node in self.front.values else made[node]
+            value = self.front.value_of(node)
+            return made[node] if value is None else read(value)
 
         for unit in self._order:
             if isinstance(unit, Step):
@@ -140,6 +142,25 @@ class Program:
             else:
                 made[unit] = self._of_primitives(unit, [of_node(arg) for arg in unit.args])
         return [read(value) for value in self.front.outputs]
+
+    def policy(self, policy: Policy) -> Policy:
+        """The policy of a checkpoint whose body this is. What it saves of a part gets the name that the part's op gives
+        it, and no other.
+        """
+        parts = {node: part for part in self.parts if part.call for node in _computes(part)}
+        running, replaced = set(map(id, self._order)), dict[int, tuple[Part, list[Step]]]()
+        steps = [(node, value.step) for node, value in self.front.values.items() if id(value.step) not in running]
+        for node, step in [*steps, *((_below_views(node, parts), step) for node, step in self.front.names)]:
+            if step is not None and (part := parts.get(node)) is not None:
+                replaced.setdefault(id(part), (part, []))[1].append(step)
+        answers: dict[str, Any] = {}
+        for part, found in replaced.values():
+            assert part.call is not None
+            given = [nodes if is_product else nodes[0] for is_product, nodes in _reads(part)]
+            if said := answers_of(policy, [step.equation for step in found], part.call, given, part.found.roots):
+                answers |= said
+                self._open |= {id(step) for step in found if step.equation.primitive.name == NAME}
+        return with_answers(policy, answers)
 
     def _placed(self, root: Node, out: Any) -> Any:
         """A part's result, on explicit meshes with the sharding that it has in the program's types."""
@@ -254,7 +275,7 @@ class Program:
         """What makes a node: a primitive that the program does not have by itself is its own unit."""
         if node in self._replaced:
             return self._replaced[node]
-        value = self.front.values.get(node)
+        value = self.front.value_of(node)
         return node if value is None else self._unit(value)
 
 
@@ -276,6 +297,22 @@ def _reads(part: Part) -> Iterator[tuple[bool, tuple[Node, ...]]]:
         return
     for i, leaf in enumerate(part.found.leaves):
         yield i == part.choice.product, leaf.node.args if i == part.choice.product else (leaf.node,)
+
+
+def _computes(part: Part) -> Iterator[Node]:
+    """The nodes that a part of a layer or an expression computes."""
+    if isinstance(part.found, Composite):
+        yield from part.found.nodes
+    elif isinstance(part.found, Found):
+        yield from part.found.region.nodes
+        yield from (part.found.leaves[i].node for i in [part.choice.product] if i >= 0)
+
+
+def _below_views(node: Node, stop: Container[Node]) -> Node:
+    """What a node is a view of, up to one of some nodes."""
+    while node not in stop and node.op in ("reshape", "transpose"):
+        node = node.args[0]
+    return node
 
 
 def _of_primitives(node: Node, args: Sequence[Any]) -> Any:

@@ -228,6 +228,29 @@ def test_groups_that_no_epilogue_has_are_left_out(dtype: str) -> None:
 
 
 @pytest.mark.slow
+def test_names_hide_nothing_and_policies_save_what_they_saved() -> None:
+    """A product or a value with a name that a checkpoint's policy saves is saved where a part computes it, too."""
+    name, policies = jax.ad_checkpoint.checkpoint_name, jax.checkpoint_policies
+
+    def layer(x: Any, up: Any, down: Any) -> Any:
+        return x + name(jax.nn.silu(name(x @ up, "up")) @ down, "down")
+
+    def saved(function: Any, *args: Any) -> int:
+        """Arrays of the hidden layer that a gradient keeps."""
+        return sum(a.shape[-1] == 48 and a.ndim == 3 for a in jax.tree.leaves(jax.vjp(function, *args)[1]))
+
+    args = X, draw(N, 48), draw(48, N)
+    only = policies.save_only_these_names
+    cases = {None: 0, only("up"): 1, only("down"): 0, policies.dots_with_no_batch_dims_saveable: 1}
+    for policy, want in cases.items():
+        function = jax.checkpoint(layer, policy=policy)
+        assert became(function, *args) == ["mlp"]
+        fused = cute_ops_jax.fuse(function)
+        assert (saved(function, *args), saved(fused, *args)) == (want, want), policy
+        grads = (jax.grad(lambda *a, run=run: jnp.sum(jnp.tanh(run(*a))), (0, 1, 2)) for run in (fused, function))
+        same(*(grad(*args) for grad in grads))
+
+
 def test_row_vectors_with_more_dims() -> None:
     """Biases and weights of norms ``[1, 1, n]``."""
     up, down, b_up, b_down, w = draw(N, 8), draw(8, N), draw(1, 1, 8), draw(1, N), draw(1, 1, N)
