@@ -96,9 +96,8 @@ def cute_attention_forward(
 
     mask = as_made(attention_mask)
     if softcap is None and s_aux is None:
-        return sdpa_attention_forward(  # type: ignore[no-any-return]
-            module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
-        )
+        others = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **_with_rows_of_bias(kwargs)}
+        return sdpa_attention_forward(module, query, key, value, mask, **others)  # type: ignore[no-any-return]
     if mask is None and query.shape[2] > 1 and _is_causal(module, is_causal):
         mask = _first_keys(query, key)
     return _written_out(query, key, value, mask, dropout=dropout, scaling=scaling, softcap=softcap, sinks=s_aux), None
@@ -117,7 +116,7 @@ def _of_sdpa(plain: Any) -> Forward:
             out = None if seen is None else _attend(query, key, value, seen, scaling=scaling)
             if out is not None:
                 return out, None
-        given = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **kwargs}
+        given = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **_with_rows_of_bias(kwargs)}
         return plain(module, query, key, value, as_made(attention_mask), **given)
 
     return sdpa_attention_forward
@@ -169,6 +168,14 @@ def _without_flat_bias(others: dict[str, Any]) -> dict[str, Any]:
     bias = others.get(_BIAS)
     flat = isinstance(bias, Tensor) and bias.ndim > 0 and bias.shape[-1] > 1 and bias.stride(-1) == 0
     return {name: value for name, value in others.items() if name != _BIAS} if flat else others
+
+
+def _with_rows_of_bias(others: dict[str, Any]) -> dict[str, Any]:
+    """Arguments with a bias of scores whose rows lie in one piece: torch's fused kernels take no other. T5 looks it up
+    with its heads last.
+    """
+    bias = others.get(_BIAS)
+    return {**others, _BIAS: bias.contiguous()} if isinstance(bias, Tensor) and bias.ndim else others
 
 
 def _is_causal(module: Any, given: bool | None) -> bool:

@@ -34,7 +34,9 @@ def replace_call(graph: Graph, node: Any, names: Collection[str]) -> str:
     if "embedding" in names and calls(node, "embedding") and not isinstance(node.target, torch._ops.OpOverload):
         return "embedding" if _embedding(graph, node) else ""
     if "attention" in names and calls(node, "scaled_dot_product_attention"):
-        return "attention" if _attention(graph, node) else ""
+        if _attention(graph, node):
+            return "attention"
+        _lay_rows(graph, node)
     return ""
 
 
@@ -88,6 +90,16 @@ def _attention(graph: Graph, node: Node) -> bool:
         return emitter.method("transpose", emitter.function(operator.getitem, whole, 0), 1, 2)
 
     return _put(node, emitter, call)
+
+
+def _lay_rows(graph: Graph, node: Node) -> None:
+    """Give torch's attention scores' biases with rows in one piece: its fused kernels take no other."""
+    mask = node.kwargs.get("attn_mask", node.args[3] if len(node.args) > 3 else None)
+    bias = value_of(mask)
+    if not (isinstance(mask, Node) and bias is not None and type(bias) is FakeTensor and bias.layout == torch.strided):
+        return
+    if bias.is_floating_point() and bias.ndim and bias.stride(-1) != 1:
+        node.replace_input_with(mask, Emitter(graph, node, lambda value: None).method("contiguous", mask))
 
 
 def _has_known_options(given: Mapping[str, Any]) -> bool:

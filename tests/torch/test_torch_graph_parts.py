@@ -628,6 +628,28 @@ def test_attention_that_stays() -> None:
     compare(interleaved, x, *weights, found={"attention": 1})  # of keys as they were repeated
 
 
+def test_biases_of_scores() -> None:
+    """One that is looked up with its heads last, as T5's, reaches torch's attention with rows in one piece: its fused
+    kernels take no other.
+    """
+    places, seen = torch.arange(S)[:, None] - torch.arange(S) + S, list[Any]()
+
+    def function(x: Tensor, table: Tensor) -> Tensor:
+        heads = x.view(B, S, -1, 6).transpose(1, 2)
+        bias = F.embedding(places, table).permute(2, 0, 1)[None]
+        return F.scaled_dot_product_attention(heads, heads, heads, attn_mask=bias, scale=1.0).transpose(1, 2)
+
+    def backend(module: Any, inputs: Any) -> Any:
+        after = through_autograd(module, inputs)
+        calls = [n for n in module.graph.nodes if "scaled_dot_product_attention" in str(n.target)]
+        seen.extend(n.kwargs["attn_mask"].meta["example_value"].stride() for n in calls)
+        return after
+
+    given = made(B, S, K, seed=0), made(2 * S, K // 6, seed=1)
+    compare(function, *given, found={"embedding": 1}, backend=backend)
+    assert seen == [(K // 6 * S * S, S * S, S, 1)]
+
+
 @pytest.mark.parametrize("padding", [None, 3, -2])
 def test_embeddings(padding: int | None) -> None:
     tokens = torch.tensor([[1, 3, 3, 0], [35, 1, 1, 7]])

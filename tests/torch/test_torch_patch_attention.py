@@ -244,8 +244,16 @@ def test_copies_that_are_read_by_others_stay() -> None:
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_a_bias_of_zeros_is_none(checkpointed: bool, calls: list[Any]) -> None:
-    """T5's attention to the encoder has one; that of its own tokens has a bias with a gradient, and stays."""
+def test_a_bias_of_zeros_is_none(checkpointed: bool, calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """T5's attention to the encoder has one; that of its own tokens has a bias with a gradient, and stays. Its rows lie
+    in one piece: else torch's fused kernels do not take it.
+    """
+    seen, plain_attention = list[int](), nn.functional.scaled_dot_product_attention
+
+    def attention(*args: Any, attn_mask: Any = None, **options: Any) -> Any:
+        seen.append(attn_mask.stride(-1))
+        return plain_attention(*args, attn_mask=attn_mask, **options)
+
     sizes = {"d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 1, "num_decoder_layers": 2, "num_heads": 2}
     config = transformers.T5Config(**sizes, vocab_size=61, decoder_start_token_id=0, dropout_rate=0.0)
     torch.manual_seed(0)
@@ -256,10 +264,14 @@ def test_a_bias_of_zeros_is_none(checkpointed: bool, calls: list[Any]) -> None:
     for each in (model, plain, exact):
         if checkpointed:
             each.gradient_checkpointing_enable({"use_reentrant": False})
-        loss = each(input_ids=tokens, labels=tokens[:, :7].contiguous()).loss
-        loss.backward()
+        with monkeypatch.context() as patched:
+            if each is model:
+                patched.setattr(nn.functional, "scaled_dot_product_attention", attention)
+            loss = each(input_ids=tokens, labels=tokens[:, :7].contiguous()).loss
+            loss.backward()
         found.append([loss.float().detach(), *(p.grad.float() for p in each.parameters())])
     assert len(calls) == (4 if checkpointed else 2)
+    assert seen == [1] * (6 if checkpointed else 3)
     for got, other, right in zip(*found, strict=True):
         assert (got - right).norm() <= 2**-6 * right.norm() + 2 * (other - right).norm()
 
