@@ -363,6 +363,7 @@ CACHE = (2, 9, 2, 32)
         ({"v_cache": (2, 9, 2, 24)}, "a head has 16, 32 ... 256 elements, got e=24."),
         ({"v_cache": (2, 8, 2, 32)}, "has c=8, but c=9"),
         ({"window": -1}, "window is not negative, got -1."),
+        ({"softcap": float("inf")}, "as float32 holds them, got scale=0.0, softcap=inf."),
         ({"k_scale": torch.ones(2)}, "k_scale and v_scale are for caches in float8_e4m3fn, got bfloat16."),
     ],
 )

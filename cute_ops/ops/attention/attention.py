@@ -28,6 +28,7 @@ from cute_ops.ops.attention.softmax import softmax
 HALVES = ("bfloat16", "float16")
 WIDE = {"T": ("float32",)}  # which the framework computes
 LONGEST = 1 << 24  # whole numbers up to this one are float32
+MOST_FACTOR = 2.0**126  # of scores; float32 holds its reciprocal, too
 CAUSAL: dict[str, Any] = {"absent": ("sinks",), "attrs": {"causal": True}}
 PACKED_CASES = (
     Case("llama3-8b", {"s": 300, "t": 300, "b": 5, "g": 2, "r": 4, "d": 128, "e": 128}, **CAUSAL),
@@ -222,8 +223,17 @@ def check_sizes(dims: Mapping[str, Any], attrs: Mapping[str, Any]) -> str | None
             return f"a head has 16, 32 ... 256 elements, got {name}={dims[name]}."
     if attrs["causal"] and attrs["right"] >= 0:
         return f"causal=True is right=0, got right={attrs['right']}, too."
-    if attrs["scale"] < 0 or attrs["softcap"] < 0:
-        return f"scale and softcap are not negative, got scale={attrs['scale']}, softcap={attrs['softcap']}."
+    return check_factors(attrs["scale"], attrs["softcap"])
+
+
+def check_factors(scale: float, softcap: float = 0.0) -> str | None:
+    """The error text for factors of scores of which float32 does not hold both the number and its reciprocal."""
+    got = f"got scale={scale}, softcap={softcap}."
+    if scale < 0 or softcap < 0:
+        return f"scale and softcap are not negative, {got}"
+    for factor in (scale, softcap, (scale or 1.0) / (softcap or 1.0)):
+        if factor and not 1.0 / MOST_FACTOR <= factor <= MOST_FACTOR:
+            return f"scale, softcap and scale / softcap are 0 or from 2^-126 to 2^126, as float32 holds them, {got}"
     return None
 
 

@@ -19,7 +19,7 @@ from cute_ops.expressions.captured import operands_on
 from cute_ops.expressions.reads import Mod
 from cute_ops.expressions.reference import evaluate
 from cute_ops.ops.attention import config, mods
-from cute_ops.ops.attention.attention import DTYPES, HALVES, LONGEST
+from cute_ops.ops.attention.attention import DTYPES, HALVES, LONGEST, check_factors
 from cute_ops.ops.attention.softmax import softmax
 
 MOST_QUERIES, FP8 = 16, "float8_e4m3fn"
@@ -132,10 +132,9 @@ def check(binding: Binding) -> str | None:
     keys = room(binding)
     if keys > LONGEST:
         return f"a sequence has at most {LONGEST} keys, got room for {keys}."
-    for name in ("scale", "softcap", "window"):
-        if attrs[name] < 0:
-            return f"{name} is not negative, got {attrs[name]}."
-    return None
+    if attrs["window"] < 0:
+        return f"window is not negative, got {attrs['window']}."
+    return check_factors(attrs["scale"], attrs["softcap"])
 
 
 def wrong_dtypes(binding: Binding) -> str:
