@@ -81,16 +81,17 @@ def _make_lazy(original: Any, *, keeps_logits: bool = False) -> Forward:
     names, while_traced = Parameters.of(original).names, _with_functions(original)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        path = find_head(self) if self.training else ""
+        within = isinstance(self, Bypassed)  # a model around this one has the head's product go to its own loss
+        path = find_head(self) if self.training and not within else ""
         function: Any = _loss_function(self) if asks and path else None
         if not path or (asks and function not in LOSS_MAPPING.values()):
             return NotImplemented
         head, counted = self.get_submodule(path), _counted(names, args, kwargs)
-        if not _has_plain_head(self, head):
+        if not is_plain_linear(head):
             return NotImplemented
 
         def product(hidden: Tensor) -> Any:
-            if not (_has_plain_head(self, head) and _multiplies(hidden, head)):
+            if not (is_plain_linear(head) and _multiplies(hidden, head)):
                 return head(hidden)
             return LazyLogits(hidden, head, lambda: head(hidden), of_logits if keeps_logits else of_hidden)
 
@@ -108,7 +109,8 @@ def _make_lazy(original: Any, *, keeps_logits: bool = False) -> Forward:
 
         def loss(logits: Any, labels: Tensor, *sizes: Any, **options: Any) -> Tensor:
             caps = logits.caps if isinstance(logits, LazyLogits) and not keeps_logits else None
-            if caps is not None and logits.hidden.shape[:-1] == labels.shape:
+            width = sizes or (options.get("vocab_size"),)
+            if caps is not None and logits.shape == (*labels.shape, *width):
                 rows = _chunk_rows(self, head, logits.hidden)
                 return _next_token_loss(
                     head, logits.hidden, labels, rows, counted, caps=caps, bias=logits.bias, **options

@@ -176,6 +176,32 @@ def test_losses_of_masked_tokens_and_of_translations(name: str) -> None:
     torch.testing.assert_close(model(**given).logits, want.logits, rtol=1e-4, atol=1e-5)
 
 
+TEXT = {
+    "vocab_size": 97, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+IMAGES = {
+    "hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8,
+    "patch_size": 4, "vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["FuyuForCausalLM", "Llama4ForConditionalGeneration"])
+def test_losses_of_models_around_a_language_model(name: str) -> None:
+    """The vocabulary is that of their text, not of their own configuration; Llama 4's head is a patched model's."""
+    cls, text = getattr(transformers, name), {**TEXT, "model_type": "persimmon"}
+    if name.startswith("Llama4"):
+        text |= {"model_type": "llama4_text", "intermediate_size_mlp": 16, "num_local_experts": 2}
+    more = {"patch_size": 4} if name.startswith("Fuyu") else {"vision_config": IMAGES}
+    torch.manual_seed(2)
+    model = cls(cls.config_class(text_config=text, **more)).train()
+    want = trained(model)
+    assert ("", "linear_cross_entropy") in cute_ops_torch.patch(model)
+    got = trained(model)
+    close(got, want)
+    assert got[2].logits is None and want[2].logits is not None
+
+
 @pytest.mark.parametrize(
     ("compiled", "kind", "part", "given"),
     [
