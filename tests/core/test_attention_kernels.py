@@ -165,7 +165,7 @@ class Run:
     def __call__(
         self, name: str, mmas: int, moved: Sequence[tuple[np.ndarray, int]], rows: Sequence[bytes],
         memory: Sequence[np.ndarray], ctas: int, of_rows: Sequence[tuple[np.ndarray, int]] = (),
-        sums: np.ndarray | None = None, columns: Mapping[int, int] | None = None,
+        sums: np.ndarray | None = None, columns: Mapping[int, int] | None = None, parts: np.ndarray | None = None,
     ) -> None:  # fmt: skip
         """Run the kernel of this name.
 
@@ -178,6 +178,7 @@ class Run:
             of_rows: numbers of rows, (batch, heads, seqlen), that TMA loads, and how many at once: after the first four
                 of ``moved``.
             sums: what TMA adds to, (batch, heads, seqlen, headdim), or threads do: then the first block of memory.
+            parts: sums of keys and values of each part of the heads that share them, the last block of memory.
             columns: that TMA moves at once, by the place in ``moved``; where none are given the largest power of 2
                 that divides all, 64 at most.
         """
@@ -203,6 +204,10 @@ class Run:
             else:
                 arguments.append(struct.pack("<Q4i3q", 1 << 32, s, d, h, b, d, s * d, h * s * d))
                 memory = [sums, *memory]
+        if parts is not None:
+            b, h, s, d = parts.shape
+            memory = [*memory, parts]
+            arguments.append(struct.pack("<Q4i3q", len(memory) << 32, s, d, h, b, d, s * d, h * s * d))
         second = name not in ("AttentionFwd", "QueriesBackward", "LongHeads")
         ranges = [table for key, table in self.tables.items() if key.endswith("_2") == second]
         arguments += [*rows, *self.sizes, *self.read, *ranges, *self.offsets]
@@ -345,6 +350,22 @@ def test_gradients_in_one_pass_with_functions_that_read_arrays(number: int, tmp_
     _check_one_pass(*modded(number), tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "attrs", "parts"),
+    [
+        ((2, 14720, 8, 2), {}, 2), ((1, 2048, 32, 8), {"causal": True}, 2), ((2, 8192, 32, 8), {"causal": True}, 1),
+        ((1, 2048, 16, 16), {}, 1), ((1, 900, 6, 2), {}, 2),
+    ],
+)  # fmt: skip
+def test_parts_of_heads_that_share_keys(sizes: tuple[int, ...], attrs: dict[str, Any], parts: int) -> None:
+    """Of 132 SMs, 460 CTAs of keys would leave half idle in the fourth wave."""
+    b, s, h, g = sizes
+    q, k = (Array((b, s, heads, 128), "bfloat16") for heads in (h, g))
+    given = {"q": q, "k": k, "v": k, "out": q, "lse": Array((b, h, s), "float32"), "dout": q}
+    found = plan(bind(attention_bwd, given, attrs), {}, parse("sm_90a:132")).workspaces["parts"]
+    assert found.shape == ((2 * b * parts, g, -(-s // 128) * 128, 128) if parts > 1 else (1, 1, 1, 4))
+
+
 def _check_one_pass(call: Call, functions: Functions, folder: Path) -> None:
     run, (q, k, v) = Run(attention_bwd, call, folder, functions), halves(*arrays(call, 0))
     dout, lse, delta, right = with_cotangents(call, (q, k, v), functions)
@@ -354,8 +375,13 @@ def _check_one_pass(call: Call, functions: Functions, folder: Path) -> None:
     dk, dv = (np.full_like(x, np.nan) for x in (k, v))
     moved = [(q, tile), (k, 128), (v, 128), (dout, tile), (dk, 64), (dv, 64)]
     of_rows = [(logs, tile), (delta, tile)]
-    ctas = -(-call.t // 128) * call.g * call.batch
-    run(one_pass_of(call), 6, moved, [], [], ctas, of_rows, sums, {1: columns_of_keys(call)})
+    ctas, count = -(-call.t // 128) * call.g * call.batch, min(call.h // call.g, 2)
+    parts = np.full((2 * count * call.batch, call.g, -(-call.t // 128) * 128, call.d), np.nan, np.float32)
+    run(one_pass_of(call), 6, moved, [], [], ctas * count, of_rows, sums, {1: columns_of_keys(call)}, parts)
+    if count > 1:
+        halves_of = by_tiles(parts, 128).reshape(count, 2, call.batch, *parts.shape[1:])[..., : call.t, :].sum(0)
+        dk, dv = (x.transpose(0, 2, 1, 3) for x in halves_of)
+        dk, dv = (dk * call.d**-0.5).astype(q.dtype), dv.astype(q.dtype)
     dq = by_rows(sums)[:, :, : call.s].transpose(0, 2, 1, 3) * call.d**-0.5
     _check({"dq": dq.astype(q.dtype), "dk": dk, "dv": dv}, right)
 

@@ -5,6 +5,7 @@ Tokens behind the last sequence, and those of one sequence between the others, a
 
 from __future__ import annotations
 
+import re
 import struct
 from pathlib import Path
 
@@ -163,15 +164,16 @@ def test_gradients_in_one_pass(which: str, tmp_path: Path) -> None:
     sums = np.full((1, call.h, length, call.d), np.nan, np.float32)
     dq, dk, dv = (np.full_like(x, np.nan) for x in (case.q, case.k, case.v))
 
-    def around(name: str, memory: list[np.ndarray], arguments: list[bytes], threads: int) -> None:
-        """Run a kernel of rows."""
-        (text,) = (e for e in run.entries if f"_{name}_cute" in e.partition("(")[0])
+    def around(name: str, memory: list[np.ndarray], arguments: list[bytes], threads: int, more: bytes = b"") -> None:
+        """Run a kernel of rows; ``more``: its last parameter, if it has one."""
+        (text,) = (e for e in run.entries if re.search(name, e.partition("(")[0]))
         last = struct.pack("<Qq", len(memory) + 1 << 32, n + 1), struct.pack("<Qq", len(memory) + 2 << 32, n + 1)
         blocks = [x.reshape(-1).view(np.uint8) for x in (*memory, *case.offsets)]
         reads = [struct.pack("<Q2q1q", 99 << 32, *x.shape, x.shape[1]) for x in case.functions.captured.values()]
         tables = [table for key, table in run.tables.items() if key.endswith("_2")]
         kernel = ptx_cta.Kernel(run.head + text)
-        kernel.run(-(-threads // kernel.threads), [*arguments, *run.sizes, *reads, *tables, *last], blocks)
+        given = [*arguments, *run.sizes, *reads, *tables, *last, *([more] if more else [])]
+        kernel.run(-(-threads // kernel.threads), given, blocks)
 
     def heads(block: int, x: np.ndarray) -> bytes:
         _, s, h, d = x.shape
@@ -185,12 +187,20 @@ def test_gradients_in_one_pass(which: str, tmp_path: Path) -> None:
     )
     arguments = [heads(1, out), heads(2, case.dout), run.rows(3), run.rows(7), of_tiles(4), of_tiles(5), of_sums]
     memory = [out, case.dout, lse, delta, logs, sums, case.dlse]
-    around("delta", memory, arguments, call.h * length * 2 ** (call.e // 8 - 1).bit_length())
+    around("_delta_cute", memory, arguments, call.h * length * 2 ** (call.e // 8 - 1).bit_length())
     moved = [(case.q, tile), (case.k, 128), (case.v, 128), (case.dout, tile), (dk, 64), (dv, 64)]
     of_rows = [(logs, tile), (delta, tile)]
-    run(one_pass_of(call), 6, moved, [], [], (call.t // 128 + n + 1) * call.g, of_rows, sums, {1: call.d // 2})
+    count, keys = min(call.h // call.g, 2), (call.t // 128 + n + 1) * 128
+    parts = np.full((2 * count, call.g, keys, call.d), np.nan, np.float32)
+    ctas = keys // 128 * call.g * count
+    run(one_pass_of(call), 6, moved, [], [], ctas, of_rows, sums, {1: call.d // 2}, parts)
     of_sums = struct.pack("<Q", 1 << 32) + of_sums[8:]
-    around("round", [sums, dq], [of_sums, heads(2, dq)], call.h * length * call.d // 8)
+    around("_round_cute.*(OnePass|ShortHeads)", [sums, dq], [of_sums, heads(2, dq)], call.h * length * call.d // 8)
+    if count > 1:
+        strides = call.d, keys * call.d, call.g * keys * call.d
+        of_parts = struct.pack("<Q4i3q", 1 << 32, keys, call.d, call.g, 2 * count, *strides)
+        threads, last = parts.size // count // 16, struct.pack("<i", count)
+        around("_round_cute.*PartsOfKeys", [parts, dk, dv], [of_parts, heads(2, dk), heads(3, dv)], threads, last)
     case.check({"dq": dq, "dk": dk, "dv": dv})
 
 

@@ -57,11 +57,11 @@ class AttentionBackward:
     @cute.jit
     def __call__(self, mQ, mK, mV, *others):
         offsets, (mOut, mLse, mDout, *others) = offsets_of(others, self.packed)
-        *captured, mDlse, mSinks, mDq, mDk, mDv, mDsinks, mDelta, mLogs, mSums = others[:-5]
+        *captured, mDlse, mSinks, mDq, mDk, mDv, mDsinks, mDelta, mLogs, mSums, mParts = others[:-5]
         *tables, stream = others[-5:]
         mQ, mK, mV, mOut, mDout, mDq, mDk, mDv = (view(m) for m in (mQ, mK, mV, mOut, mDout, mDq, mDk, mDv))
         mLse, mDelta = (folded(m, own=2) for m in (mLse, mDelta))
-        mSums = None if const_expr(mSums is None) else view(mSums, (2, 3, 1, 0))
+        mSums, mParts = (None if const_expr(m is None) else view(m, (2, 3, 1, 0)) for m in (mSums, mParts))
         mDlse = None if const_expr(mDlse is None) else folded(mDlse, own=2)
         if const_expr(self.one_pass is not None):
             mLogs = folded(mLogs, own=2)
@@ -82,8 +82,11 @@ class AttentionBackward:
         inputs = mQ, mK, mV, mDout
         if const_expr(self.one_pass is not None):
             Ranges(self.one_pass.tiles).launch(second, stream)
-            self.one_pass.launch(inputs, (mLogs, mDelta), (mDk, mDv), mSums, second, stream)
+            parts = () if const_expr(mParts is None) else (mParts,)
+            self.one_pass.launch(inputs, (mLogs, mDelta), (mDk, mDv), mSums, *parts, second, stream)
             self.one_pass.finish(mSums, (mDq,), packed, stream)
+            if const_expr(mParts is not None):
+                self._add_parts(mParts, (mDk, mDv), second, packed, stream)
         elif const_expr(self.long_heads is not None):
             Ranges(self.long_heads.tiles).launch(first, stream)
             self.long_heads.launch(inputs, (mLse, mDelta), mDq, first, stream, mSums)
@@ -95,6 +98,12 @@ class AttentionBackward:
             Ranges(self.of_keys[0].tiles).launch(second, stream)
             for each in self.of_keys:
                 each.launch(inputs, (mLse, mDelta), (mDk, mDv), second, stream)
+
+    @cute.jit
+    def _add_parts(self, mParts, outs: cutlass.Constexpr, sizes: cutlass.Constexpr, packed: cutlass.Constexpr, stream):
+        parts = self.one_pass.parts(mParts, sizes)
+        if parts > 1:
+            self.one_pass.of_keys.finish(mParts, outs, packed, stream, parts)
 
     @cute.kernel
     def delta(self, mOuts, of_rows, mDelta, mLogs, mSums, packed):

@@ -162,14 +162,19 @@ class KeysBackward:
         """How many heads of queries are gone through by themselves: all where the mask tells them apart, else they are
         gone through in one row, so that products of one are issued while those of the one before are summed up.
         """
-        return sizes.heads_per_kv if self.mods.masks_by_head else 1
+        return self._heads(sizes)[1] if self.mods.masks_by_head else 1
+
+    def _heads(self, sizes):
+        """The first head of queries that a CTA goes through, of those that share its keys, and how many."""
+        return Int32(0), sizes.heads_per_kv
 
     def _steps(self, keys, sizes, i):
         """The first head of a round, its first and last tile of queries, and the tiles of all heads of the round."""
-        tile = Tile(keys.block, keys.head * sizes.heads_per_kv + i, keys.batch)
+        begin, heads = self._heads(sizes)
+        tile = Tile(keys.block, keys.head * sizes.heads_per_kv + begin + i, keys.batch)
         first, last = self.tiles.queries_of(tile, sizes)
         count = cutlass.max(last - first + 1, 0)
-        return tile.head, first, last, count if self.mods.masks_by_head else count * sizes.heads_per_kv
+        return tile.head, first, last, count if self.mods.masks_by_head else count * heads
 
     def _queries(self, moved, tile, sizes):
         """TMA's views of the queries of a head, and of the cotangents: for each slot the copies that fill it."""

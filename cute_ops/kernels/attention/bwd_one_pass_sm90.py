@@ -21,7 +21,7 @@ from cute_ops.kernels.attention.products import (
     tma_copies,
 )
 from cute_ops.kernels.attention.softmax import InPairs, by_row, store_packed
-from cute_ops.kernels.attention.sums import TOGETHER, SumsOfTiles
+from cute_ops.kernels.attention.sums import TOGETHER, PartsOfKeys, SumsOfTiles
 from cute_ops.kernels.attention.tiles import (
     REGISTERS,
     Moved,
@@ -44,7 +44,9 @@ class OnePassBackward(SumsOfTiles, KeysBackward):
 
     Tile: a CTA has 128 keys of one head, as :class:`KeysBackward`. It computes the scores of a tile of queries, writes
     ``ds`` to shared memory and multiplies it with its keys; TMA adds the product to float32 sums in memory, in the
-    order in which CTAs come: dq is not deterministic. Five products a tile, where two kernels compute seven.
+    order in which CTAs come: dq is not deterministic. Five products a tile, where two kernels compute seven. Where the
+    heads that share keys are split, so that all SMs have work to the end, each CTA writes its part of dk and dv in
+    float32, and a kernel adds them in their order.
     Shared memory: as :class:`KeysBackward`, and ``tile_q x 128`` of ``ds``, ``tile_q x d`` in float32.
     Bytes moved per element: as :class:`KeysBackward`; the sums of dq are read and written by L2 once for each tile of
     keys, and once more to zero and to round them.
@@ -58,7 +60,7 @@ class OnePassBackward(SumsOfTiles, KeysBackward):
 
     @cute.jit
     def launch(
-        self, inputs: cutlass.Constexpr, rows: cutlass.Constexpr, gradients: cutlass.Constexpr, mSums,
+        self, inputs: cutlass.Constexpr, rows: cutlass.Constexpr, gradients: cutlass.Constexpr, mSums, mParts,
         sizes: cutlass.Constexpr, stream,
     ):  # fmt: skip
         mQ, *_ = inputs
@@ -91,12 +93,35 @@ class OnePassBackward(SumsOfTiles, KeysBackward):
         # The product that gives dq reads ds with queries in columns.
         of_ds = hopper.make_smem_layout_a(row, (self.tile_k, 0, self.tile_q), dtype, self.tiles_of_ds)
         mmas = mma_s, mma_s, mma_dk, mma_dv, mma_dq, mma_dq
-        self.kernel(mmas, (moved, layouts), of_ds, self._added(mSums), tuple(sizes)).launch(
-            grid=[self._ctas(sizes), 1, 1],
+        self.kernel(mmas, (moved, layouts), of_ds, self._added(mSums), mParts, tuple(sizes)).launch(
+            grid=[self._ctas(sizes) * self.parts(mParts, sizes), 1, 1],
             block=[WARPGROUP * (1 + self.consumers), 1, 1],
             stream=stream,
             min_blocks_per_mp=1,
         )
+
+    @property
+    def of_keys(self):
+        return PartsOfKeys(self.tiles, self.d, self.scale)
+
+    def parts(self, mParts, sizes):
+        """How many CTAs share a block of keys; ``mParts``: (tokens, d, heads, batches) of both gradients of each."""
+        batches = Int32(1) if const_expr(sizes.offsets is not None) else sizes.batches
+        return cutlass.max(Int32(mParts.shape[3]) // cutlass.max(2 * batches, 1), 1)
+
+    def _tile_and_part(self, mParts, sizes):
+        """The block of keys of a CTA, and the sizes of its sequence; their ``part`` is the number of its part of the
+        heads, and how many parts there are.
+        """
+        parts, index = self.parts(mParts, sizes), cute.arch.block_idx()[0]
+        number = index // parts
+        keys, own = self.tiles.keys_at(number, sizes, (self.d + self.dv) * self.dtype.width // 8)
+        return keys, own._replace(part=(index - number * parts, parts))
+
+    def _heads(self, sizes):
+        (part, parts), heads = sizes.part, sizes.heads_per_kv
+        first = part * heads // parts
+        return first, (part + 1) * heads // parts - first
 
     def _added(self, mSums):
         """How a tile is added to the sums: TMA's copy and its coordinates, and the tile in shared memory."""
@@ -123,7 +148,7 @@ class OnePassBackward(SumsOfTiles, KeysBackward):
         return cute.tile_to_shape(atom, (self.tile_k, self.d, 1), order=(0, 1, 2))
 
     @cute.kernel
-    def kernel(self, mmas, moved, of_ds, added, sizes):
+    def kernel(self, mmas, moved, of_ds, added, mParts, sizes):
         mma_first, mma_s, mma_dk, mma_dv, mma_new, mma_dq = mmas
         (moved, layouts), sizes = moved, Sizes(*sizes)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -140,7 +165,7 @@ class OnePassBackward(SumsOfTiles, KeysBackward):
         rings = [ring(smem, dtype, layout, count, more=bytes) for layout, count, bytes in zip(layouts, stages, more)]
         pipeline_init_arrive(cute.make_layout((1, 1, 1)), is_relaxed=True)
         pipeline_init_wait(cute.make_layout((1, 1, 1)))
-        keys, sizes = self._tile(sizes)
+        keys, sizes = self._tile_and_part(mParts, sizes)
         if warp < WARPGROUP // WARP:
             cute.arch.setmaxregister_decrease(REGISTERS[self.consumers].load)
             if warp == 0:
@@ -153,7 +178,7 @@ class OnePassBackward(SumsOfTiles, KeysBackward):
                 mma.set(warpgroup.Field.ACCUMULATE, False)
             for mma in (mma_s, mma_dk, mma_dv, mma_dq):
                 mma.set(warpgroup.Field.ACCUMULATE, True)
-            self._multiply(rings, mmas, moved, (sDs, sums), keys, sizes)
+            self._multiply(rings, mmas, moved, (sDs, sums, mParts), keys, sizes)
 
     def _queries(self, moved, tile, sizes):
         """TMA's views of the queries and the cotangents of a head, and of the numbers of their rows."""
@@ -169,8 +194,9 @@ class OnePassBackward(SumsOfTiles, KeysBackward):
     def _add(self, sums: cutlass.Constexpr, keys: cutlass.Constexpr, sizes: cutlass.Constexpr):
         """Add each tile's part of dq to the sums in memory."""
         threads = self.consumers * WARPGROUP + WARP
-        for i in cutlass.range(sizes.heads_per_kv, unroll=1):
-            tile = Tile(keys.block, keys.head * sizes.heads_per_kv + i, keys.batch)
+        begin, heads = self._heads(sizes)
+        for i in cutlass.range(heads, unroll=1):
+            tile = Tile(keys.block, keys.head * sizes.heads_per_kv + begin + i, keys.batch)
             tDsD, tDgD = partition(sums, (self.tile_q, self.d), (None, 0, tile.head, self._batch(tile, sizes)))
             first, last = self.tiles.queries_of(tile, sizes)
             for queries in cutlass.range(first, last + 1, unroll=1):
@@ -188,7 +214,7 @@ class OnePassBackward(SumsOfTiles, KeysBackward):
         keys: cutlass.Constexpr, sizes: cutlass.Constexpr,
     ):  # fmt: skip
         (ring_q, ring_k, ring_v, ring_o), (mma_first, mma_s, mma_dk, mma_dv, mma_new, mma_dq) = rings, mmas
-        (q, k, v, dout, lse, delta, dk, dv), (sDs, sums) = moved, own
+        (q, k, v, dout, lse, delta, dk, dv), (sDs, sums, mParts) = moved, own
         tidx = cute.arch.thread_idx()[0] - WARPGROUP
         group = cute.arch.make_warp_uniform(tidx // WARPGROUP)
         first_dq = mma_dq.get_slice(group * WARPGROUP)
@@ -255,8 +281,15 @@ class OnePassBackward(SumsOfTiles, KeysBackward):
                 before.advance()
             running = Boolean(False)
         cute.arch.barrier(barrier_id=READ, number_of_threads=both)
-        store_rows(mma_dk, rDk, dk, (tidx, keys, self.scale, self.d), sizes.rows[1])
-        store_rows(mma_dv, rDv, dv, (tidx, keys, 1.0, self.dv), sizes.rows[1])
+        part, parts = sizes.part
+        if parts > 1:
+            batches = Int32(mParts.shape[3]) // (2 * parts)
+            first = 2 * part * batches + self._batch(keys, sizes)
+            place = sizes.first_slots[1] + keys.block, keys.head, (first, first + batches)
+            self.of_keys.put(mParts, (rDk, rDv), place, tidx)
+        else:
+            store_rows(mma_dk, rDk, dk, (tidx, keys, self.scale, self.d), sizes.rows[1])
+            store_rows(mma_dv, rDv, dv, (tidx, keys, 1.0, self.dv), sizes.rows[1])
 
     def _score(self, mmas, operands, rX, slot):
         """Issue a product of keys, or values, and a slot."""

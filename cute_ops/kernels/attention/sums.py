@@ -9,7 +9,7 @@ from cutlass.cutlass_dsl import dsl_user_op
 from cute_ops.kernels.attention.config import MMA_ROWS
 from cute_ops.kernels.attention.tiles import Sizes, address_of, row_at
 from cute_ops.kernels.lib.copy import fragment, load, store
-from cute_ops.kernels.tensor_core.sizes import WARP, WARPGROUP
+from cute_ops.kernels.tensor_core.sizes import WARP
 
 CHUNK = 8  # elements of a row that a thread rounds
 THREADS = 256  # of a CTA that rounds
@@ -63,29 +63,39 @@ class SumsOfTiles:
         return self.d
 
     @cute.jit
-    def finish(self, mSums, outs: cutlass.Constexpr, packed: cutlass.Constexpr, stream):
+    def finish(self, mSums, outs: cutlass.Constexpr, packed: cutlass.Constexpr, stream, parts=None):
         """Launch the kernel that rounds gradients.
 
         Args:
             mSums: (tokens, d, heads, batches); batches of one gradient follow those of the other.
             outs: gradients: of queries; or of keys, and of values.
             packed: sizes, where sums are those of packed sequences' tiles.
+            parts: how many sums are added, all gradients of one after those of another; None is one.
         """
         pairs = Int64(cute.size(mSums)) // (2 * CHUNK)
-        self.round(mSums, tuple(outs), packed).launch(
+        if const_expr(parts is not None):
+            pairs = pairs // parts
+        self.round(mSums, tuple(outs), packed, parts).launch(
             grid=[Int32((pairs + (THREADS - 1)) // THREADS), 1, 1], block=[THREADS, 1, 1], stream=stream
         )
 
     @cute.kernel
-    def round(self, mSums, outs, packed):
+    def round(self, mSums, outs, packed, parts):
         """Write a chunk of two rows, 8 apart, with each thread."""
         index = Int64(cute.arch.block_idx()[0]) * THREADS + cute.arch.thread_idx()[0]
         length, heads, batches = (Int32(mSums.shape[i]) for i in (0, 2, 3))
+        pairs = Int64(cute.size(mSums)) // (2 * CHUNK)
+        if const_expr(parts is not None):
+            batches, pairs = batches // parts, pairs // parts
         pair_index, chunk = index // (self.width // CHUNK), Int32(index % (self.width // CHUNK))
-        if index < Int64(cute.size(mSums)) // (2 * CHUNK):
+        if index < pairs:
             pair, head, which = row_at(pair_index, length // 2, heads)
-            row, batches = pair // 8 * MMA_ROWS + pair % 8, batches // len(outs)
-            rows = self._load_rows(mSums, (row, head, which), chunk)
+            row, last = pair // 8 * MMA_ROWS + pair % 8, batches
+            rows, batches = self._load_rows(mSums, (row, head, which), chunk), batches // len(outs)
+            if const_expr(parts is not None):
+                for part in cutlass.range(1, parts, unroll=1):
+                    for rX, rMore in zip(rows, self._load_rows(mSums, (row, head, part * last + which), chunk)):
+                        rX.store(rX.load() + rMore.load())
             for i, rX in enumerate(rows):
                 token, given = row + 8 * i, row + 8 * i < Int32(outs[0].shape[0])
                 if const_expr(packed is not None):
@@ -101,8 +111,9 @@ class SumsOfTiles:
         row, head, which = at
         size, columns = (self.tiles.tile_q, self.tiles.tile_k)[self.axis], self.width // CHUNK // self.sharing
         place = row % size
-        thread = chunk // columns * WARPGROUP + place // MMA_ROWS * WARP + place % 8 * 4
-        number = chunk % columns * (self.sharing * WARPGROUP) + thread
+        threads = size // MMA_ROWS * WARP
+        thread = chunk // columns * threads + place // MMA_ROWS * WARP + place % 8 * 4
+        number = chunk % columns * (self.sharing * threads) + thread
         first = address_of(mSums, (row - place, 0, head, which), number * TOGETHER)
         rows, rX = [fragment(Float32, CHUNK) for _ in range(2)], fragment(Float32, TOGETHER)
         for i in range(CHUNK // 2):
@@ -110,6 +121,28 @@ class SumsOfTiles:
             for j in range(TOGETHER):
                 rows[j // 2][2 * i + j % 2] = rX[j]
         return rows
+
+
+class PartsOfKeys(SumsOfTiles):
+    """Gradients of keys and values of which each of several CTAs has a part, of some of the heads that share them."""
+
+    axis = 1
+
+    def __init__(self, tiles, d, scale):
+        self.tiles, self.d, self.scale = tiles, d, scale
+
+    def put(self, mParts, gradients, place, thread):
+        """Write a part of a tile. ``place``: the tile, the head, and the number of the first gradient's batch and of
+        the other's.
+        """
+        tile, head, batches = place
+        threads, rX = self.tiles.tile_k // MMA_ROWS * WARP, fragment(Float32, TOGETHER)
+        for rSums, batch in zip(gradients, batches):
+            address = address_of(mParts, (tile * self.tiles.tile_k, 0, head, batch), thread * TOGETHER)
+            for block in range(cute.size(rSums) // TOGETHER):
+                for i in range(TOGETHER):
+                    rX[i] = rSums[TOGETHER * block + i]
+                store(rX, address + block * (threads * TOGETHER * Float32.width // 8))
 
 
 @dsl_user_op

@@ -55,6 +55,9 @@ LONGEST_OF_TWO = 128
 # Splits of keys: each of so many keys at least; a batch-invariant one. What starting a CTA and combining parts take, as
 # keys that a CTA reads meanwhile.
 LEAST_KEYS, MOST_SPLITS, INVARIANT_KEYS, START, COMBINE = 256, 128, 512, 128, 64
+# Parts of the heads that share keys, each a CTA's. What starting a CTA of gradients takes, and writing and adding its
+# part of dk and dv, as tiles of queries that it goes through meanwhile; of the time without parts, what is worth it.
+PARTS, START_OF_KEYS, WRITTEN_PART, WORTH_PARTS = (1, 2, 4), 3, 4, 0.97
 # The least keys of a split of attention to caches: to start a CTA and to write a block's results takes as long as to
 # read half as many.
 CHUNK_LEAST_KEYS = 512
@@ -153,14 +156,13 @@ def workspace_cached(own: mods.Own, problem: Problem, config: Config) -> dict[st
     """Tables as :func:`workspace` has them, of packed queries in one row and of the keys of each sequence; the result
     and the log-sum-exp of each split of keys.
     """
-    dims, attrs, chosen = problem.dims, problem.attrs, AttentionConfig.of(config)
+    dims, chosen = problem.dims, AttentionConfig.of(config)
     keys, heads = dims["c"] * (dims["t"] if "page_table" in problem.dtypes else 1), dims["g"] * dims["r"]
     queries = (1 if _is_packed(problem) else dims["b"], _blocks(problem, "s", chosen.block))
     # Packed queries are counted as one row: the block more that each sequence may have is mostly empty.
     blocks = queries[0] * queries[1] * heads
-    seen = keys
-    if attrs["left"] >= 0 and (attrs["causal"] or attrs["right"] >= 0):
-        seen = min(keys, attrs["left"] + max(attrs["right"], 0) + chosen.block)
+    window = _window(problem)
+    seen = keys if window is None else min(keys, window + chosen.block)
     # At most as many splits as run in one wave: past that a split fills no idle SM, but has results to write.
     splits = max(min(seen // CHUNK_LEAST_KEYS, problem.sm_count // max(blocks, 1), MOST_SPLITS), 1)
     return {
@@ -172,14 +174,17 @@ def workspace_cached(own: mods.Own, problem: Problem, config: Config) -> dict[st
 def workspace_bwd(own: mods.Own, problem: Problem, config: Config) -> dict[str, Array | None]:
     """Numbers for each row of each head: the sum of its output times its cotangent, and its log-sum-exp, of whole
     tiles, where CTAs have keys of their own in one pass; sums of the gradients that CTAs add up: of queries, or of keys
-    and then of values; tables of what the mask reads, over the tiles of each kernel.
+    and then of values; those of keys and values of each part of the heads that share them; tables of what the mask
+    reads, over the tiles of each kernel.
     """
     dims, chosen = problem.dims, AttentionBackwardConfig.of(config)
-    rows, length, sums = (problem.m, dims["g"] * dims["r"]), dims["s"], None
+    rows, length, sums, of_parts = (problem.m, dims["g"] * dims["r"]), dims["s"], None, None
     if chosen.one_pass == "keys":
         tile = chosen.tile_q if _is_packed(problem) else chosen.block
         length = _blocks(problem, "s", tile) * tile
         sums = Array((*rows, length, dims["d"]), "float32")
+        if not chosen.warps:
+            of_parts = _parts_of_keys(own, problem, chosen)
     elif chosen.one_pass == "queries":
         keys = _blocks(problem, "t", chosen.tile_k) * chosen.tile_k
         sums = Array((2 * problem.m, dims["g"], keys, _headdim(problem)), "float32")
@@ -187,10 +192,43 @@ def workspace_bwd(own: mods.Own, problem: Problem, config: Config) -> dict[str, 
     first = _tables(own, problem, {"queries": chosen.block, "keys": chosen.tile_k})
     second = _tables(own, problem, {"queries": chosen.tile_q, "keys": chosen.block})
     return {
-        "delta": of_rows, "logs": of_rows if chosen.one_pass == "keys" else None, "sums": sums,
+        "delta": of_rows, "logs": of_rows if chosen.one_pass == "keys" else None, "sums": sums, "parts": of_parts,
         **(dict.fromkeys(first) if chosen.one_pass == "keys" else first),
         **{f"{name}_2": None if chosen.one_pass == "queries" else table for name, table in second.items()},
     }  # fmt: skip
+
+
+def _window(problem: Problem) -> int | None:
+    """How many keys more than its own a query attends to at most; None where all on one side or on both."""
+    attrs = problem.attrs
+    if attrs["left"] < 0 or not (attrs["causal"] or attrs["right"] >= 0):
+        return None
+    return int(attrs["left"] + max(attrs["right"], 0))
+
+
+def _parts_of_keys(own: mods.Own, problem: Problem, config: AttentionBackwardConfig) -> Array:
+    """Gradients of keys and values of so many parts of the heads that share them that all SMs have work to the end."""
+    dims, blocks = problem.dims, _blocks(problem, "t", config.block)
+    ctas, window, packed = blocks * problem.m * dims["g"], _window(problem), _is_packed(problem)
+    seen = dims["s"] // (max(dims["b"], 1) if packed else 1)  # queries of a sequence, in the mean, that see a block
+    is_even = not packed and (window is not None or not _mask(own, problem)[0])
+    tiles: int = -(-min(seen, seen if window is None else window + config.block) // config.tile_q)
+
+    def time(parts: int) -> float:
+        """As tiles of queries that a CTA goes through, where all CTAs have as many, or from none to as many."""
+        longest = int(-(-dims["r"] // parts)) * tiles
+        waves = max(float(parts * ctas) / max(problem.sm_count, 1), 1.0)
+        of_cta = START_OF_KEYS + (WRITTEN_PART if parts > 1 else 0)
+        if is_even:
+            return math.ceil(waves) * (longest + of_cta)
+        # The longest first: each SM has as much from two waves, less and less, and the last one's longest comes to it.
+        pairs = int(waves // 2)
+        return longest * (2 * pairs + (waves - 2 * pairs - 2 * pairs**2) / waves) + waves * of_cta
+
+    parts = min((n for n in PARTS if n <= max(dims["r"], 1)), key=time)
+    if time(parts) > WORTH_PARTS * time(1):
+        return Array((1, 1, 1, 4), "float32")
+    return Array((parts * 2 * problem.m, dims["g"], blocks * config.block, dims["d"]), "float32")
 
 
 def _tables(own: mods.Own, problem: Problem, tiles: Mapping[str, int]) -> dict[str, Array | None]:
