@@ -62,7 +62,8 @@ def loss_of_head(
 
     Args:
         count: a number on the device of the losses, by which their sum is divided.
-        skip_ignored: leave ignored rows out of the products, if that is worth it: waits for the device.
+        skip_ignored: leave ignored rows out of the products, if that is worth it: waits for the device, but not where
+            the last call of as many rows took all of them.
     """
     attrs = declared.of_loss(ignore_index, label_smoothing, 0.0, softcap, logit_scale)
     loss: Tensor = declared.loss(

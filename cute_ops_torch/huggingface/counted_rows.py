@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from cute_ops_torch.huggingface.bypass import is_eager
-from cute_ops_torch.library.row_chunks import find_kept, kept_size, put_rows, take_rows
+from cute_ops_torch.library.row_chunks import OnItsWay, find_kept, kept_size, put_rows, take_rows
 
 Tensor = torch.Tensor
 _IGNORED = -100
@@ -28,14 +28,10 @@ class CountedRows:
 
     def __init__(self, labels: Any) -> None:
         self._labels: Tensor | None = None
-        self._event: Any = None
         if not isinstance(labels, Tensor) or labels.is_floating_point() or not is_eager(labels) or _captures(labels):
             return
         self._labels, self._version = labels, labels._version
-        self._count = (labels != _IGNORED).sum().to("cpu", non_blocking=True)
-        if labels.is_cuda:
-            self._event = torch.cuda.Event()
-            self._event.record()
+        self._count = OnItsWay((labels != _IGNORED).sum())
 
     def of(
         self, labels: Tensor, hidden: Tensor, target: Tensor, ignore_index: int, reduction: str
@@ -48,10 +44,8 @@ class CountedRows:
         usual = ignore_index == _IGNORED and reduction in ("mean", "sum") and is_eager(hidden)
         if not (usual and self._are(labels) and hidden.device == labels.device and target.numel() == labels.numel()):
             return hidden, target
-        if self._event is not None:
-            self._event.synchronize()
         rows = target.numel()
-        size = kept_size(rows, int(self._count))
+        size = kept_size(rows, self._count.read())
         if not size:
             return hidden, target
         kept = find_kept(target.reshape(-1), _IGNORED, size)

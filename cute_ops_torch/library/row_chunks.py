@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from cute_ops.composite import chunks
+from cute_ops.constants import make_room
 from cute_ops_torch.library.tensors import DTYPES
 
 Tensor = torch.Tensor
@@ -220,14 +221,39 @@ class Kept(NamedTuple):
 
 
 def _rows_that_count(inputs: Mapping[str, Any], attrs: Mapping[str, Any]) -> Kept | None:
-    """Find them if others may be skipped and they are few. The host waits for their number; a CUDA graph, which cannot,
-    takes all rows.
+    """Find them if others may be skipped and they are few. The host waits for their number, but not where the last call
+    of as many rows took all of them: then this one does, too. A CUDA graph, which cannot wait, takes all rows.
     """
     if not attrs.get("skip_ignored") or (inputs["target"].is_cuda and torch.cuda.is_current_stream_capturing()):
         return None
     target, ignored = inputs["target"], attrs["ignore_index"]
-    size = kept_size(target.numel(), int((target != ignored).sum()))
+    number = OnItsWay((target != ignored).sum())
+    key = target.device, target.numel(), ignored
+    last = _last.get(key)
+    make_room(_last)
+    _last[key] = number
+    if last is not None and not kept_size(target.numel(), last.read()):
+        return None
+    size = kept_size(target.numel(), number.read())
     return find_kept(target, ignored, size) if size else None
+
+
+class OnItsWay:
+    """A number on its way to the host."""
+
+    def __init__(self, number: Tensor) -> None:
+        self._number, self._event = number.to("cpu", non_blocking=True), None
+        if number.is_cuda:
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(number.device))
+
+    def read(self) -> int:
+        if self._event is not None:
+            self._event.synchronize()
+        return int(self._number)
+
+
+_last: dict[tuple[torch.device, int, int], OnItsWay] = {}  # how many rows of the last calls count, by their kind
 
 
 def kept_size(rows: int, count: int) -> int:

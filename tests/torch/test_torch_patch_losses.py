@@ -282,15 +282,27 @@ def test_skipped_rows_change_no_number(
         assert float((got - want).abs().max()) <= bound * max(float(want.abs().max()), 1e-3)
 
 
-def test_how_many_rows_are_skipped_differs_from_call_to_call() -> None:
+def test_how_many_rows_are_skipped_differs_from_call_to_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call after one that has taken all rows does not wait for their number, and takes all, too."""
     hidden, weight = torch.randn(1024, 16), torch.randn(33, 16)
-    for part in (0.1, 0.4, 0.0, 1.0, 0.2):
-        target = torch.where(torch.rand(1024) < part, 5, -100)
+    taken, count_rows = list[int](), row_chunks._rows_that_count
+
+    def counted(*given: Any) -> Any:
+        found = count_rows(*given)
+        taken.append(1024 if found is None else len(found.places))
+        return found
+
+    monkeypatch.setattr(row_chunks, "_last", {})
+    monkeypatch.setattr(row_chunks, "_rows_that_count", counted)
+    for count, kept in ((100, 128), (410, 512), (0, 128), (1024, 1024), (200, 1024), (200, 256)):
+        target = torch.where(torch.randperm(1024) < count, 5, -100)
         options: Any = {"ignore_index": -100, "reduction": "sum", "chunk_rows": None}
         found, want = (
             loss.loss_of_head(hidden, weight, target, None, skip_ignored=s, **options) for s in (True, False)
         )
         torch.testing.assert_close(found, want)
+        assert taken[0] == kept
+        taken.clear()
 
 
 @pytest.mark.parametrize("count", [torch.tensor(0), torch.tensor(0.0), torch.tensor(7.0), 7, 7.0], ids=repr)
