@@ -11,6 +11,7 @@ from cute_ops.ops import docs
 from cute_ops.ops.expression.fused import fused
 
 ROW: Mapping[str, Any] = {"axis": -1, "keepdims": True}
+LARGEST = 3e38
 CASES = (
     Case("one-element", {"m": (1,), "n": 1}),
     Case("odd-small", {"m": (3, 5), "n": 7}, attrs={"label_smoothing": 0.1, "z_loss": 1e-3}),
@@ -29,8 +30,10 @@ def _soft_cross_entropy(
     m = xp.max(x, **ROW)
     shifted = x - m
     log_sum = xp.log(xp.sum(xp.exp(shifted), **ROW))
-    # A class of no probability adds nothing, whatever its logit is.
-    loss = xp.sum(xp.where(target == 0, 0.0, target * (log_sum - shifted)), **ROW)
+    cost = log_sum - shifted
+    # A class of no probability adds nothing, whatever its logit is; its gradient is what it would cost.
+    cost = xp.where(target == 0, xp.stop_gradient(xp.minimum(cost, LARGEST)), cost)
+    loss = xp.sum(target * cost, **ROW)
     if label_smoothing:
         loss = (1 - label_smoothing) * loss + label_smoothing * (log_sum - xp.mean(shifted, **ROW))
     if z_loss:
