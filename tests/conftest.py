@@ -35,7 +35,9 @@ FOR_PROGRAMS = {
     "PYTHONUNBUFFERED", "PYTHONSAFEPATH",
 }  # fmt: skip
 # What tests themselves read: how many calls they draw, and by which seed.
-OF_TESTS = {"CUTE_OPS_FEATURES", "CUTE_OPS_SEED", "CUTE_OPS_SWEEP", "CUTE_OPS_SWEEP_SEED"}
+OF_TESTS = {
+    "CUTE_OPS_EXPRESSIONS_SEED", "CUTE_OPS_FEATURES", "CUTE_OPS_SEED", "CUTE_OPS_SWEEP", "CUTE_OPS_SWEEP_SEED",
+}  # fmt: skip
 GIVEN: dict[str, str] = {}
 DRAW = "TESTS_DRAW"  # in the environment: the text that draws cases
 BYTECODE = str(Path(__file__).parents[1] / "out" / "bytecode")
