@@ -3,14 +3,17 @@
 PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python tests/torch/sanitized_calls.py 129 4097
 
 Every tensor is an allocation of its own then, which ends with the tensor's last element, so that a byte that is read
-past the end is seen. Prints one line for each call that fails.
+past the end is seen. Prints one line for each call that fails. With ``--seed`` an op is called once at each length, in
+a dtype and a layout that the seed draws, and a product twice.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 import torch
 
@@ -39,6 +42,7 @@ PRODUCTS = (
 )  # fmt: skip
 # Sizes with which a product may run in cooperative tiles of clusters, and those of the call that does.
 LARGE, CUT = {"m": 8192, "n": 5120, "k": 4096}, {"m": 267, "n": 640, "k": 136}
+T = TypeVar("T")
 TURNED = 640  # columns of products that look at them in groups of 64 or 128, of which heads are rotated
 
 
@@ -48,16 +52,22 @@ def every_op() -> dict[str, Op]:
     return {op.name: op for op in every if op and not op.program and op.name not in NOT_SWEPT}
 
 
-def calls(ops: list[Op], lengths: list[int]) -> Iterator[tuple[Op, Case, str, str]]:
+def some(every: Sequence[T], count: int, seed: str | None, name: str) -> Sequence[T]:
+    """All, or with a seed as many as ``count`` of them."""
+    return every if seed is None else random.Random(f"{seed} {name}").sample(every, min(count, len(every)))
+
+
+def calls(ops: list[Op], lengths: list[int], seed: str | None = None) -> Iterator[tuple[Op, Case, str, str]]:
     for op in ops:
         if op.fallback:
-            yield from calls_of_product(op)
+            yield from some([*calls_of_product(op)], 2, seed, op.name)
             continue
         integers = {var: "int32" for var, choices in op.dtypes.items() if all("int" in each for each in choices)}
         for n in lengths:
             if swept(op) == "d" and n > 512:
                 continue
-            for i, (dtype, base) in enumerate((d, b) for d in DTYPES for b in BASES):
+            layouts = [*enumerate((d, b) for d in DTYPES for b in BASES)]
+            for i, (dtype, base) in some(layouts, 1, seed, f"{op.name} {n}"):
                 sizes = op.example((ROWS[i % len(ROWS)],), n)
                 sizes |= {"d": n, "r": n // 2} if swept(op) == "d" else {}
                 sizes |= {"d": n} if op.name.startswith("group_norm_rows") else {}  # heads are whole groups
@@ -96,12 +106,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("lengths", nargs="+", type=int)
     parser.add_argument("--op", action="append", help="only these; repeat")
+    parser.add_argument("--seed", help="draw one call of an op at each length, two of a product")
     parser.add_argument("--build", action="store_true", help="compile the kernels, call none")
     args = parser.parse_args()
     limit_static(1 << 30)
     ops = [op for op in every_op().values() if op.name in (args.op or every_op())]
-    problems = list(calls(ops, args.lengths))
-    others = [call for op in ops for call in cooperative(op, target.of_device())]
+    problems = list(calls(ops, args.lengths, args.seed))
+    others = [
+        call for op in ops for call in some(cooperative(op, target.of_device()), 1, args.seed, f"{op.name} clusters")
+    ]
     if args.build:
         variants = [_planned(*call).variant for call in others]
         for op, case, dtype, base in problems:

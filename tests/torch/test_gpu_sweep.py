@@ -53,13 +53,14 @@ def test_embeddings_of_all_widths() -> None:
 
 @pytest.mark.parametrize(("tool", "lengths"), LENGTHS.items(), ids=list(LENGTHS))
 def test_nothing_is_found_by_the_sanitizer(tool: str, lengths: list[str]) -> None:
-    """Every op and gradient, in two dtypes and three layouts."""
+    """Every op and gradient, in dtypes and layouts that are drawn; ``CUTE_OPS_SWEEP_SEED`` repeats a run's draw."""
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None:
         pytest.skip("no compute-sanitizer")
-    assert run([sys.executable, str(CALLS), *lengths, "--build"]).returncode == 0
-    command = [sanitizer, "--tool", tool, "--error-exitcode", "9", "--destroy-on-device-error", "kernel"]
-    command += [sys.executable, str(CALLS), *lengths]
+    seed = os.environ.get("CUTE_OPS_SWEEP_SEED") or str(time.time_ns() % 2**31)
+    calls_of_all = [sys.executable, str(CALLS), *lengths, "--seed", seed]
+    assert run([*calls_of_all, "--build"]).returncode == 0
+    command = [sanitizer, "--tool", tool, "--error-exitcode", "9", "--destroy-on-device-error", "kernel", *calls_of_all]
 
     def calls(ops: Sequence[str]) -> str:
         # Every tensor an allocation of its own: a byte past its end is nobody's.
@@ -69,7 +70,5 @@ def test_nothing_is_found_by_the_sanitizer(tool: str, lengths: list[str]) -> Non
 
     every = [*every_op(), "sorted_embedding_bwd"]
     with ThreadPoolExecutor(AT_ONCE) as threads:  # to start a process takes longer than the calls of an op
-        found = [
-            problem for problem in threads.map(calls, [every[i :: 2 * AT_ONCE] for i in range(2 * AT_ONCE)]) if problem
-        ]
-    assert not found, "\n".join(found)
+        found = [problem for problem in threads.map(calls, [every[i::AT_ONCE] for i in range(AT_ONCE)]) if problem]
+    assert not found, f"CUTE_OPS_SWEEP_SEED={seed}: " + "\n".join(found)
