@@ -11,15 +11,16 @@ gave in the log; each one is a bug with a number.
 Processes share the points of a run. Each first compiles the JAX programs of its points, for two fifths of the time at
 most, since XLA tries kernels on the GPU and takes no turns. Once no process does so any more, points are measured as
 soon as their other contenders are compiled: one process measures at a time, no other one benchmarks candidates
-meanwhile, and the rest of the processor's cores go on compiling. Beside cuBLAS, torch.compile tries those ten of
-Triton's products that were ever the fastest of them (prewarm.TRITON_PRODUCTS), which halves the time that it takes. A
-contender that does not compile in ``--compile-seconds`` is left out of its point, a point that is not ready before
-``--seconds`` are over is left out itself, and rows are written as they come. ``--resume`` goes on with the points that
-the file lacks. With several GPUs each has its processes, its points and its turns.
+meanwhile, and the rest of the processor's cores go on compiling. Beside cuBLAS, torch.compile tries those few of
+Triton's products that are as fast as all of them (prewarm.TRITON_PRODUCTS), in a third of the time. A contender that
+does not compile in ``--compile-seconds`` is left out of its point, a point that is not ready before ``--seconds`` are
+over is left out itself, and rows are written as they come. ``--resume`` goes on with the points that the file lacks.
+With several GPUs each has its processes, its points and its turns.
 
     python benchmarks/sample.py --out out/benchmarks                      # a new seed
     python benchmarks/sample.py --out out/benchmarks --seed 7 --kinds products --points 60 --seconds 150
     python benchmarks/sample.py --out out/benchmarks --seed 7 --kinds products --points 60 --seconds 150 --resume
+    python benchmarks/sample.py --seed 7 8 --kinds products                # of two seeds
     python benchmarks/sample.py --seed 7 --list                           # print the points only; needs no GPU
 """
 
@@ -89,11 +90,12 @@ DTYPES = ("bfloat16", "bfloat16", "bfloat16", "float16", "float32")
 
 
 class Point(NamedTuple):
-    """What is measured: a problem of a kind in a direction."""
+    """What is measured: a problem of a kind in a direction, drawn by a seed."""
 
     kind: str
     problem: Any
     direction: str
+    seed: int
 
     @property
     def name(self) -> str:
@@ -117,7 +119,7 @@ def draw(seed: int, kinds: Sequence[str], count: int) -> list[Point]:
         rng = random.Random(f"{seed} {kind}")
         for _ in range(count):
             problem = DRAWN[kind](rng)
-            found.append(Point(kind, problem, rng.choice(problem.directions)))
+            found.append(Point(kind, problem, rng.choice(problem.directions), seed))
     return found
 
 
@@ -193,7 +195,9 @@ def shrunk(point: Point) -> Point:
 
 
 class Drawn(Table):
-    """A table whose rows say which point of which seed they belong to, and what our choice said of it."""
+    """A table whose rows say which point of which seed they belong to, and what our choice said of it; those of no
+    point have the table's seed.
+    """
 
     def __init__(self, path: Path, seed: int, append: bool = False, of: Mapping[str, str] | None = None) -> None:
         super().__init__(path, COLUMNS, append, of)
@@ -207,16 +211,16 @@ class Drawn(Table):
     def add(self, row: Mapping[str, Any]) -> None:
         found, point = {**row, "seed": self._seed}, self._point
         if point:
-            found |= {"kind": point.kind, "reason": "; ".join(self._said)}
+            found |= {"seed": point.seed, "kind": point.kind, "reason": "; ".join(self._said)}
             if isinstance(point.problem, Product) and "us" in row:
                 found["tflops"] = point.problem.flops(point.direction) / row["us"] / 1e6
         super().add(found)
 
 
-def missing(points: Iterable[Point], rows: Iterable[Mapping[str, str]], seed: int) -> list[Point]:
+def missing(points: Iterable[Point], rows: Iterable[Mapping[str, str]]) -> list[Point]:
     """The points that these rows of a file do not have."""
-    found = {(r["kind"], *(r[c] for c in device_time.KEY)) for r in rows if r["seed"] == str(seed)}
-    return [p for p in points if (p.kind, *device_time.key(p.problem, p.direction)) not in found]
+    found = {(r["seed"], r["kind"], *(r[c] for c in device_time.KEY)) for r in rows}
+    return [p for p in points if (str(p.seed), p.kind, *device_time.key(p.problem, p.direction)) not in found]
 
 
 class Late(BaseException):
@@ -404,9 +408,9 @@ def report(rows: Iterable[Mapping[str, str]]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("out/benchmarks"), help="folder for sample.csv")
-    parser.add_argument("--seed", type=int, help="draws the points; by default a new one")
+    parser.add_argument("--seed", type=int, nargs="+", help="draws the points; by default a new one")
     parser.add_argument("--kinds", nargs="+", default=list(DRAWN), choices=list(DRAWN))
-    parser.add_argument("--points", type=int, default=60, help="of each kind")
+    parser.add_argument("--points", type=int, default=60, help="of each kind and seed")
     parser.add_argument("--rounds", type=int, default=15, help="the most samples per contender")
     parser.add_argument("--without", nargs="+", default=[], metavar="CONTENDER", help="who is left out")
     parser.add_argument("--seconds", type=float, default=math.inf, help="measure no further point after this long")
@@ -418,9 +422,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--cpu-smoke", action="store_true", help="on the CPU: checks this file only")
     options = parser.parse_args(arguments)
     console = Console(width=200, highlight=False)
-    begin, seed = time.time(), secrets.randbelow(10**6) if options.seed is None else options.seed
-    console.print(f"seed {seed}")
-    points = draw(seed, options.kinds, options.points)
+    begin, seeds = time.time(), options.seed or [secrets.randbelow(10**6)]
+    console.print("seed", *seeds)
+    points = [point for seed in seeds for point in draw(seed, options.kinds, options.points)]
     if options.list:
         for point in points:
             console.print(f"{point.kind}: {point.name}")
@@ -441,16 +445,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # In turn, so that a run which is cut short has some of each kind.
     todo = [point for k in range(options.points) for point in points[k :: options.points]]
     if options.resume and path.exists():
-        todo = missing(todo, read(path), seed)
+        todo = missing(todo, read(path))
     device = torch.device("cpu" if options.cpu_smoke else "cuda")
     ceiling = statistics.median(device_time.copy_rate(device, 0.01 if options.cpu_smoke else 2.0))
-    table = Drawn(path, seed, options.resume)
+    table = Drawn(path, seeds[0], options.resume)
     table.add({"op": "copy", "contender": "copy", "status": "ok", "gb_s": ceiling, "of_copy": 1.0})
     torch.cuda.empty_cache()
-    run(todo, Run(device, path, seed, ceiling, environment(), options, begin + options.seconds), context, console)
-    console.print(report(row for row in read(path) if row["seed"] == str(seed)))
-    if left := missing(todo, read(path), seed):
-        console.print(f"{len(left)} of {len(points)} points are not measured; go on with --seed {seed} --resume")
+    run(todo, Run(device, path, seeds[0], ceiling, environment(), options, begin + options.seconds), context, console)
+    of_seeds = [*map(str, seeds)]
+    console.print(report(row for row in read(path) if row["seed"] in of_seeds))
+    if left := missing(todo, read(path)):
+        again = " ".join(of_seeds)
+        console.print(f"{len(left)} of {len(points)} points are not measured; go on with --seed {again} --resume")
     return 0
 
 
