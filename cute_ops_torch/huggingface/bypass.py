@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from cute_ops_torch.huggingface.match import Forward, innermost, rewrap
+from cute_ops_torch.huggingface.match import Forward, innermost, rewrap, with_own_code
 from cute_ops_torch.library.modes import EXACT, transforms_active
 from cute_ops_torch.library.supported import DTYPES as _DTYPES
 from cute_ops_torch.library.supported import takes as takes
@@ -42,6 +42,7 @@ def or_original(original: Any, ours: Forward, whole: bool = False) -> tuple[Forw
     plain, may = original.forward, _unchanged(original)
     inner = plain if whole else innermost(plain)
 
+    @with_own_code
     @wraps(plain)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if may():
@@ -49,17 +50,15 @@ def or_original(original: Any, ours: Forward, whole: bool = False) -> tuple[Forw
             return inner(self, *args, **kwargs) if out is NotImplemented else out
         return original.forward(self, *args, **kwargs)
 
-    # Dynamo counts compiled forms by code, and after eight runs it as it is: a model has more classes than that.
-    forward.__code__ = forward.__code__.replace()  # type: ignore[attr-defined]
     if plain is inner:
         return forward, may
     beneath = rewrap(plain, forward)
 
+    @with_own_code
     @wraps(plain)
     def decorated(self: Any, *args: Any, **kwargs: Any) -> Any:
         return (beneath if may() else original.forward)(self, *args, **kwargs)
 
-    decorated.__code__ = decorated.__code__.replace()  # type: ignore[attr-defined]
     return decorated, may
 
 

@@ -17,7 +17,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from cute_ops_torch.composite.scaled_dot_product import computes
-from cute_ops_torch.huggingface.match import Forward
+from cute_ops_torch.huggingface.match import Forward, with_own_code
 from cute_ops_torch.huggingface.source import source_digest
 from cute_ops_torch.library.modes import transforms_active
 
@@ -117,6 +117,7 @@ def as_made(mask: Tensor | None) -> Tensor | None:
 def without_computing(create: Forward) -> Forward:
     """A function that makes masks as ``create`` does, and computes none that our attention does not read."""
 
+    @with_own_code
     def created(*args: Any, **kwargs: Any) -> Any:
         config = kwargs.get("config")
         embeds = kwargs.get("inputs_embeds", kwargs.get("input_embeds"))
@@ -131,8 +132,6 @@ def without_computing(create: Forward) -> Forward:
             setattr(made, _BAND, Band(*sides, 0, embeds.shape[1], keys.shape[1]))
         return made
 
-    # Dynamo limits the compiled forms of each code object, which all masks would share.
-    created.__code__ = created.__code__.replace()
     return created
 
 

@@ -116,6 +116,14 @@ def named_as(function: Any, original: Any) -> Forward:
     return copy
 
 
+def with_own_code(function: Any) -> Forward:
+    """``function`` with a code object of its own. All functions that one ``def`` makes share theirs, and after eight
+    compiled forms of a code object Dynamo runs it as it is: a model has more classes and masks than that.
+    """
+    function.__code__ = function.__code__.replace()
+    return function  # type: ignore[no-any-return]
+
+
 def _copy(function: Any, code: types.CodeType, scope: dict[str, Any], closure: Any) -> Forward:
     copy = types.FunctionType(code, scope, function.__name__, function.__defaults__, closure)
     copy.__kwdefaults__ = function.__kwdefaults__

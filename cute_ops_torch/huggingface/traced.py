@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from cute_ops_torch.composite.constant import constant
 from cute_ops_torch.huggingface.bypass import is_observed
 from cute_ops_torch.huggingface.captures import returns_sums
+from cute_ops_torch.huggingface.match import with_own_code
 
 log = logging.getLogger("cute_ops")
 # An attribute of modules that add: by the number of each add the norm that has read its sum.
@@ -156,6 +157,7 @@ def _settle(context: Any) -> None:
 def settling(forward: Any) -> Any:
     """The ``forward`` of a model or of a stack of layers, after which a trace settles."""
 
+    @with_own_code
     @wraps(forward)
     def whole(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
@@ -164,7 +166,6 @@ def settling(forward: Any) -> Any:
         settle()
         return out
 
-    whole.__code__ = whole.__code__.replace()  # type: ignore[attr-defined]  # Dynamo limits compiled forms by code
     return whole
 
 
