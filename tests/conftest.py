@@ -200,6 +200,7 @@ def pytest_collection_finish() -> None:
     """Frameworks and thousands of tests stay: the garbage collector need not look at them again and again."""
     if not target.device_count():  # whose memory garbage must not hold
         gc.collect()
+        gc.enable()
         gc.freeze()
         gc.set_threshold(10_000, 20, 20)
 
@@ -209,6 +210,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
     On a GPU kernels stay: ``gpu_kernels.py`` compiles them ahead.
     """
+    if not target.device_count():
+        gc.disable()  # until all tests are collected
     for name in ("TORCHINDUCTOR_CACHE_DIR", *(() if target.device_count() else ("CUTE_OPS_CACHE_DIR",))):
         if name not in os.environ:
             os.environ[name] = folder = tempfile.mkdtemp(prefix="cute_ops_tests_")

@@ -413,6 +413,7 @@ def test_a_misspelt_framework_is_explained() -> None:
     )
 
 
+@pytest.mark.slow
 def test_sizes_by_the_names_of_dims(tmp_path: Path, verify_apart: Callable[..., SimpleNamespace]) -> None:
     (tmp_path / "wide.py").write_text(WIDE)
     wide, product = lookup.find(f"{tmp_path / 'wide.py'}:wide"), lookup.find(f"{PRODUCT}:product")

@@ -61,6 +61,7 @@ def test_kernels_compute_the_reference(op: Op, layout: str) -> None:
             kernel_calls.check(kernel_calls.made(op, rows, n, dtype, layout, np.random.default_rng([n, rows])))
 
 
+@pytest.mark.slow
 def test_unaligned_rows_of_any_length() -> None:
     """Rows of one CTA, whose threads hold two to nine vectors of each."""
     seed = int(os.environ.get("CUTE_OPS_SEED", "29"))
@@ -320,6 +321,7 @@ def test_two_sums_of_reduced_rows_have_few_threads(
     assert (c.threads, c.threads_per_row, c.resident, c.stages) == (threads, share, resident, slots)
 
 
+@pytest.mark.slow
 def test_sums_of_all_elements_are_exchanged_once() -> None:
     """Not for each row: nothing but the gradients of scalars waits for them."""
 

@@ -52,6 +52,7 @@ def test_kernels_of_any_groups(op: Op) -> None:
         kernel_calls.check(call._replace(attrs=given))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("silu", [False, True])
 def test_clusters_read_groups_once(silu: bool) -> None:
     """Groups in the shared memory of clusters; threads wait for each other where they have to."""

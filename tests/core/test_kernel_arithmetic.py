@@ -165,6 +165,7 @@ CONV_CONFIGS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.drawn(0.5)
 @more_numbers
 @pytest.mark.parametrize("width", [2, 3, 4])

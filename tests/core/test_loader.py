@@ -35,6 +35,7 @@ def test_preload_reaches_the_driver_and_launches_nothing(
             loader.preload(function, wanted, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float8_e5m2", "float8_e8m0fnu", "uint32"])
 def test_kernels_of_any_dtype_are_compiled_and_take_it(cache_folder: Path, variant: Make, dtype: str) -> None:
     op = getattr(narrow, f"copy_{dtype}")

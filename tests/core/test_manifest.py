@@ -386,6 +386,7 @@ def test_a_mixture_is_planned_from_its_configuration() -> None:
     assert "geglu" in {call.name for call in calls_of_model(mixture | {"hidden_act": "gelu"})}
 
 
+@pytest.mark.slow
 def test_a_model_is_planned_from_its_configuration() -> None:
     calls = calls_of_model(LLAMA, train=True)
     names = [op.name for op in OPS if op.name in ("rmsnorm", "add_rmsnorm", "silu_mul")]

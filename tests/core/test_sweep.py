@@ -59,6 +59,7 @@ def test_shares_take_all_of_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
     assert short[: sweep.SHORTEST - 1] == list(range(1, sweep.SHORTEST))  # each of them once
 
 
+@pytest.mark.slow
 def test_calls_of_every_op_can_be_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweep, "lengths", lambda *_: [1, 64, 300, 4096])
     for op in ours().values():

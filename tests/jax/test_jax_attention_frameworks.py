@@ -90,6 +90,7 @@ def kept(function: Any, *arrays: Any) -> list[tuple[int, ...]]:
     return sorted(aval.shape for aval, why in saved_residuals(function, *arrays) if "argument" not in why)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("names", "runs"), [((), 2), (("cute_attention",), 1)], ids=["nothing", "results"])
 def test_a_checkpoint_that_keeps_the_results_runs_no_attention_again(names: Sequence[str], runs: int) -> None:
     """The name covers out and lse, which the gradient reads."""
@@ -124,6 +125,7 @@ DRAWS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.drawn(0.4)
 @pytest.mark.parametrize("attrs", DRAWS.values(), ids=DRAWS)
 @pytest.mark.parametrize(("queries", "keys"), [(9, 9), (5, 9), (9, 5)])

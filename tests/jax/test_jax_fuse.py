@@ -203,6 +203,7 @@ def test_stopped_gradients_stop() -> None:
     same(detached, 2 * jnp.tanh(X))
 
 
+@pytest.mark.slow
 def test_a_stopped_number_that_a_part_and_the_program_read() -> None:
     """The largest of all, which a part subtracts and the program adds; weights have a NaN where the sum is negative."""
     for weights in (None, jnp.arange(1.0, X.shape[-1] + 1)):
@@ -375,6 +376,7 @@ def test_sharded_programs() -> None:
     same(out, block(PARAMS, x))
 
 
+@pytest.mark.slow
 def test_a_custom_vjp_is_kept_and_may_contain_fuse() -> None:
     @jax.custom_vjp
     def scaled(x: Any) -> Any:
@@ -486,6 +488,7 @@ def test_numbers_of_rows_are_no_result_of_an_epilogue() -> None:
         np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_programs_for_any_number_of_rows() -> None:
     """An exported program, whose rows are counted when it runs, has the ops that one of known rows has."""
     norm, up, down, head = draw(N), draw(N, 2 * N), draw(2 * N, N), draw(8, N)

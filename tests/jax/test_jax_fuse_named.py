@@ -337,6 +337,7 @@ REDUCED: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.drawn(0.25)
 @pytest.mark.parametrize("name", OF_ROWS)
 @pytest.mark.parametrize("reduced", REDUCED)
@@ -457,6 +458,7 @@ WIDE: dict[str, Function] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [None, 4])
 @pytest.mark.parametrize("name", WIDE)
 def test_float32_products_of_16_bit_operands(name: str, rows: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -494,6 +496,7 @@ RULES: dict[str, Function] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RULES)
 def test_a_loss_with_another_gradient_stays(name: str) -> None:
     loss = lambda h, w: RULES[name](h @ w.T, jax.nn.one_hot(TARGET, CLASSES), 1e-2)[0].sum()  # noqa: E731
@@ -528,6 +531,7 @@ def test_a_loss_whose_derivative_calls_it() -> None:
     check(lambda h, w: loss(h @ w.T, jax.nn.one_hot(TARGET, CLASSES)), ["linear_cross_entropy"], HIDDEN, WEIGHT)
 
 
+@pytest.mark.slow
 def test_metrics_that_a_loss_cannot_give(monkeypatch: pytest.MonkeyPatch) -> None:
     """Labels that follow from the predicted classes, logits that something else reads, and rows with a NaN."""
 
@@ -574,6 +578,7 @@ def test_a_comparison_with_one_number_is_no_one_hot_row() -> None:
     np.testing.assert_allclose(cute_ops_jax.fuse(whole)(LOGITS, TARGET), whole(LOGITS, TARGET), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_an_example_without_a_class_leaves_the_others_as_they_are() -> None:
     target = TARGET.at[0, 1].set(CLASSES)
     loss = lambda h, t: of_optax(h @ WEIGHT.T, t).sum()  # noqa: E731

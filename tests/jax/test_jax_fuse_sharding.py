@@ -129,6 +129,7 @@ def test_losses_in_a_shard_map(check_vma: bool) -> None:
     close([np.asarray(a) for a in jax.tree.leaves(got)], want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["gather", "one-hot rows and accuracy", "logits in float32", "weights"])
 def test_losses_on_explicit_meshes(form: str) -> None:
     """Where rows are sharded, and for labels that are no class, whose losses a loop computes."""

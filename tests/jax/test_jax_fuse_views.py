@@ -126,6 +126,7 @@ def test_a_stopped_number_that_is_added_at_other_rows_stays_stopped(function: Fu
     check(lambda x: function(x, jax.lax.stop_gradient(jnp.tanh(x).max(-1))), LOGITS)
 
 
+@pytest.mark.slow
 def test_copies_of_rows_in_16_bits_have_gradients() -> None:
     """The copies' gradients are summed in float32, where the output is in 16 bits."""
 

@@ -51,6 +51,7 @@ CASES: dict[str, tuple[Any, Callable[..., Any], tuple[Any, ...]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_they_replace_what_they_mean(name: str) -> None:
     """Also those without a gradient, whose expression has one."""

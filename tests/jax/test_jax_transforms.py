@@ -62,6 +62,7 @@ def by_hand(function: Callable[..., Any], arrays: list[np.ndarray], batched: lis
     return jax.tree.map(lambda *leaves: np.stack(leaves), *calls)
 
 
+@pytest.mark.slow
 @pytest.mark.drawn(0.4)
 @pytest.mark.feature("vmap, any subset of inputs")
 def test_vmap_of_some_inputs_only(any_op: Op, close: Close) -> None:

@@ -58,6 +58,7 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32, train: bool = True) ->
     return (torch.randn(shape) * (N**-0.5 if len(shape) == 2 else 1)).to(dtype).requires_grad_(train)
 
 
+@pytest.mark.slow
 def test_gradients_of_several_products_of_one_input_are_added_by_the_last() -> None:
     check(lambda x, q, k, v: (x @ q).sin() + (x @ k).flip(-1) + (x @ v).cumsum(-1),
           draw(2, 3, N), draw(N, N), draw(N, N), draw(N, N))  # fmt: skip

@@ -88,6 +88,7 @@ def test_selective_checkpoints(keeps: bool, monkeypatch: pytest.MonkeyPatch) -> 
     assert_close(grads, torch.autograd.grad(loss(*given), given))
 
 
+@pytest.mark.slow
 def test_a_compiled_step_of_any_length() -> None:
     """Forward and backward in one graph, which serves all lengths and batches."""
     graphs: list[Any] = []

@@ -507,6 +507,7 @@ def test_rows_of_logits_are_aligned(n: int, dtype: torch.dtype, device: str, mon
         torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2 * scale)
 
 
+@pytest.mark.slow
 def test_chunks_are_whole_tiles_and_few() -> None:
     assert chunks.rows_per_chunk(16384, 2048, 128256, 2) % 128 == 0
     for rows, hidden, vocab in ((16384, 2048, 128256), (1 << 20, 64, 262144), (4096, 4096, 32000), (1, 8, 3)):

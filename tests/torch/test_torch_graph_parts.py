@@ -449,6 +449,7 @@ def test_logits_are_kept_where_the_head_s_input_is_written_to(metric: bool) -> N
     compare(loss, made(B, S, K, seed=1), made(37, K, seed=2).detach(), found={"cross_entropy": 1})
 
 
+@pytest.mark.slow
 def test_logits_are_kept_unless_asked_and_where_nothing_is_trained() -> None:
     model, x, labels = Head(), torch.randn(B, S, K), torch.arange(B * S).view(B, S)
     wanted = model(x, labels)

@@ -149,6 +149,7 @@ def test_a_graph_runs_what_eager_mode_runs(name: str, calls: Counter[str]) -> No
         assert (got - want).abs().max() <= 2e-2 * want.abs().max().clamp(min=1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "part"), [("Llama", "model"), ("ViT", "vit")])
 def test_a_stack_compiled_alone_hands_sums_from_layer_to_layer(name: str, part: str, calls: Counter[str]) -> None:
     model, inputs = made(MODELS[name])
@@ -180,6 +181,7 @@ def test_what_a_trainer_gives_a_model_says_nothing_to_attention(given: dict[str,
     assert calls["attention"] == 4
 
 
+@pytest.mark.slow
 def test_a_graph_of_all_lengths() -> None:
     """Its numbers are inputs, too, of which nodes of autograd can hold no default."""
     torch._dynamo.reset()
@@ -199,6 +201,7 @@ def test_outputs_of_a_model_that_ran_before_its_patch_are_kept_once() -> None:
     assert len(model(**inputs).router_logits) == len(expected)
 
 
+@pytest.mark.slow
 def test_checkpointed_layers_of_a_graph_read_no_norm_of_the_next_layer() -> None:
     """Each is a call in the graph, which has no names for tensors outside of it."""
     torch._dynamo.reset()
@@ -244,6 +247,7 @@ class Dropped(nn.Module):
         return x
 
 
+@pytest.mark.slow
 def test_layers_between_breaks_of_a_graph_are_compiled_once(calls: Counter[str]) -> None:
     """Sums that go from graph to graph have neither norms, which nobody would read, nor anything that Dynamo guards."""
     model, x, graphs = Dropped(), torch.randn(2, 3, 8), list[Any]()

@@ -139,6 +139,7 @@ def test_what_is_left_out_is_said() -> None:
         cute_ops_torch.patch(model, only=["rmsnorm"])
 
 
+@pytest.mark.slow
 def test_the_activation_of_a_replaced_mlp_is_left_to_it() -> None:
     """In a second call, too, which would replace what nothing calls."""
     model = make("gemma2")

@@ -370,6 +370,7 @@ def test_the_loss_that_balances_experts(family: str, padded: bool) -> None:
     assert cute_ops_torch.patch(model, without=["expert_balance"]).count(("", "expert_balance")) == 0
 
 
+@pytest.mark.slow
 def test_a_second_step_is_not_compiled_again() -> None:
     """Where the model's own ``forward`` computes the loss of its head's logits, whose place was looked for once."""
     torch._dynamo.reset()

@@ -170,6 +170,7 @@ def test_a_user_may_leave_them() -> None:
     assert not {each.op for each in found} & {"causal_conv1d", "fused"}
 
 
+@pytest.mark.slow
 def test_in_one_graph() -> None:
     torch._dynamo.reset()
     model, tokens = tiny(1).train(), torch.randint(3, 97, (2, 16))

@@ -244,6 +244,7 @@ def test_compiled(product: Product) -> None:
             same(gradients(compiled, product, tensors), gradients(function, product, tensors))
 
 
+@pytest.mark.slow
 @pytest.mark.drawn(0.4)
 @pytest.mark.feature("compile: inference")
 @every_product

@@ -150,6 +150,7 @@ def test_more_than_2_31_elements() -> None:
     assert (scale_gradient_(gradient, torch.tensor(0.5, device="cuda")) == 1.5).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("owns", "classes"), [(True, 40), (False, 48)], ids=("owned", "kept"))
 def test_a_compiled_backward_scales_what_it_owns(owns: bool, classes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Autograd gives a backward what its forward saved, unless it may run again."""

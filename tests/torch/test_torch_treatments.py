@@ -14,10 +14,16 @@ from cute_ops_torch.huggingface import attention_function
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
-from tests.torch.drawn_treatments import GROUPED, MODELS, check, check_in_16_bits  # noqa: E402
+from tests.torch.drawn_treatments import GROUPED, MODELS, SLOW, check, check_in_16_bits, drawn  # noqa: E402
 
 
-@pytest.mark.parametrize("seed", range(100, 106))
+def seeds(numbers: range) -> list[Any]:
+    """Those that draw a treatment that takes seconds are marked slow."""
+    slow = [number for number in numbers if SLOW.keys() & drawn(number)[1]]
+    return [pytest.param(number, marks=pytest.mark.slow) if number in slow else number for number in numbers]
+
+
+@pytest.mark.parametrize("seed", seeds(range(100, 106)))
 def test_drawn_treatments(seed: int) -> None:
     """``python -m tests.torch.drawn_treatments --count 500`` runs more of them."""
     check(seed)
@@ -33,7 +39,7 @@ def test_drawn_treatments_of_compiled_models(seed: int) -> None:
     check_compiled(seed)
 
 
-@pytest.mark.parametrize("seed", range(211, 214))
+@pytest.mark.parametrize("seed", seeds(range(211, 214)))
 def test_drawn_treatments_in_16_bits(seed: int) -> None:
     check_in_16_bits(seed)
 
