@@ -16,13 +16,13 @@ from cute_ops.ops.expression.call import op_of
 _SHAPES = {"t": "*m n", "2t": "*m 2n", "r": "n", "2r": "2n", "c": "*m 1", "s": ""}
 
 
-def declared(found: Found, examples: bool = False) -> Op:
-    """The op of an expression, whose operands are ``x0``, ``x1``, ... in the order of its leaves; ``examples`` as for
-    :func:`declaration`.
+def declared(found: Found, examples: bool = False, dtypes: tuple[str, ...] = ()) -> Op:
+    """The op of an expression, whose operands are ``x0``, ``x1``, ... in the order of its leaves; ``examples`` and
+    ``dtypes`` as for :func:`declaration`.
 
     An operand of bools is given as zeros and ones of the dtype that :func:`operand_dtypes` says.
     """
-    text, operands = declaration(found, examples)
+    text, operands = declaration(found, examples, dtypes)
     return _op(text, tuple(operands.items()))
 
 
@@ -32,9 +32,10 @@ def _op(text: str, operands: tuple[tuple[str, str], ...]) -> Op:
     return op_of(text, dict(operands), name="found")
 
 
-def declaration(found: Found, examples: bool = False) -> tuple[str, Mapping[str, str]]:
+def declaration(found: Found, examples: bool = False, dtypes: tuple[str, ...] = ()) -> tuple[str, Mapping[str, str]]:
     """The text of an expression that is the op's, and the shapes of the op's operands by name. With ``examples`` what
     all rows of an example share has the dims of the batch alone: the kernel sums its gradient over these rows.
+    ``dtypes``: the operands', other than :func:`operand_dtypes`.
     """
     kinds = []
     for leaf in found.leaves:
@@ -44,7 +45,9 @@ def declaration(found: Found, examples: bool = False) -> tuple[str, Mapping[str,
         elif is_expanded(leaf, found):
             shape = f"any {shape}"
         kinds.append(shape)
-    return _declared(found.expression, operand_dtypes(found), tuple(kinds), tuple(root.dtype for root in found.roots))
+    return _declared(
+        found.expression, dtypes or operand_dtypes(found), tuple(kinds), tuple(root.dtype for root in found.roots)
+    )
 
 
 def is_expanded(leaf: Leaf, found: Found) -> bool:

@@ -214,9 +214,10 @@ class _Expressing:
         if node.op == "constant":
             return graph.constant(node.attr)
         if self._is_leaf(node):
-            half = _HALVES.get(labels[-1], "") if labels else ""
-            if half:
-                return self._leaf(Leaf(node, rows, (*labels[:-1], COLUMNS), packed=True), half)
+            for label, half in _HALVES.items():
+                if label in labels:
+                    whole = tuple(COLUMNS if each == label else each for each in labels)
+                    return self._leaf(Leaf(node, rows, whole, packed=True), half)
             return self._leaf(Leaf(node, rows, labels), "")
         if node.op == "primitive":
             return self._rounded(node, self._primitive(node, args))

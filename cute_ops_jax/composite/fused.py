@@ -50,30 +50,32 @@ def _by_call(by_call: ByCall) -> Function:
         op, fits = by_call.choose(operands, attrs, ARRAYS)
         each = zip(operands, fits, strict=True)
         given = [(_as_array(a), how) for a, how in each if a is not None and how is not None]
-        call = partial(call_fitted, register(op), [how for _, how in given])
-        narrow = any(how.expanded and _narrow(a) for a, how in given)
-        return (summing(call) if narrow else call)(*(a for a, _ in given))
+        call: Function = partial(call_fitted, register(op), [how for _, how in given])
+        if any(how.expanded and _narrow(a) for a, how in given):
+            op, fits = by_call.choose([_widened(a, how) for a, how in zip(operands, fits, strict=True)], attrs, ARRAYS)
+            call = summing(call, partial(call_fitted, register(op), [how for how in fits if how is not None]))
+        return call(*(a for a, _ in given))
 
     return function
 
 
 def call_fitted(function: Function, fits: Sequence[Fit], *operands: Any, wide: bool = False) -> Any:
     """The op's results; ``wide``: operands that are expanded become float32."""
-    given = (
-        a.astype("float32") if wide and how.expanded and _narrow(a) else a
-        for a, how in zip(operands, fits, strict=True)
-    )
+    given = map(_widened, operands, fits) if wide else operands
     return function(*map(_fitted, given, fits))
 
 
-def summing(call: Function) -> Function:
+def summing(call: Function, anew: Function | None = None) -> Function:
     """The op's function with gradients of expanded operands summed in float32 and rounded once. The backward
-    calls the op anew on float32 operands, since JAX gives a gradient the dtype of what it is that of.
+    calls the op anew on float32 operands, since JAX gives a gradient the dtype of what it is that of; ``anew``: an op
+    that takes them where ``call`` does not.
     """
 
     def backward(operands: Any, cotangents: Any) -> Any:
         def wide(*operands: Any) -> Any:  # outputs may take their dtype from expanded operands
-            return jax.tree.map(lambda out, given: out.astype(given.dtype), call(*operands, wide=True), cotangents)
+            return jax.tree.map(
+                lambda out, given: out.astype(given.dtype), (anew or call)(*operands, wide=True), cotangents
+            )
 
         return jax.vjp(wide, *operands)[1](cotangents)
 
@@ -85,6 +87,12 @@ def summing(call: Function) -> Function:
 def _narrow(a: Any) -> bool:
     """Whether an array holds floats of 16 bits."""
     return a.dtype.itemsize < 4 and jnp.issubdtype(a.dtype, jnp.floating)
+
+
+def _widened(operand: Any, how: Fit | None) -> Any:
+    """The operand, in float32 if it is expanded."""
+    expanded = isinstance(operand, ARRAYS) and how is not None and how.expanded
+    return operand.astype("float32") if expanded and _narrow(operand) else operand
 
 
 def _number(operand: Any) -> Any:

@@ -155,8 +155,12 @@ def _fused(found: Found, choice: Choice) -> Call:
     shapes = declaration(found, examples=True)[1].values()
     fits = [_fit(leaf, found, shape) for leaf, shape in zip(found.leaves, shapes, strict=True)]
     call: Any = partial(call_fitted, register(op), fits)
-    if any(how.expanded and dtype != "float32" for how, dtype in zip(fits, dtypes, strict=True)):
-        call = summing(call)
+    wide = tuple("float32" if how.expanded else dtype for how, dtype in zip(fits, dtypes, strict=True))
+    if wide != dtypes:
+        # An op of tiles in several dtypes takes no others.
+        own = any(shape.startswith(dtype) for shape, dtype in zip(shapes, dtypes, strict=True))
+        anew = partial(call_fitted, register(declared(found, True, wide)), fits) if own else None
+        call = summing(call, anew)
 
     def run(arrays: Sequence[Any]) -> list[Any]:
         given = [

@@ -160,7 +160,11 @@ class Program:
             if said := answers_of(policy, [step.equation for step in found], part.call, given, part.found.roots):
                 answers |= said
                 self._open |= {id(step) for step in found if step.equation.primitive.name == NAME}
-        return with_answers(policy, answers)
+        policy = with_answers(policy, answers)
+        for body in self.bodies.values():
+            for program in body.programs:
+                policy = program.policy(policy)
+        return policy
 
     def _placed(self, root: Node, out: Any) -> Any:
         """A part's result, on explicit meshes with the sharding that it has in the program's types."""

@@ -10,7 +10,7 @@ import torch
 from cute_ops.composite.public import continued
 from cute_ops.constants import make_room
 from cute_ops.errors import shown
-from cute_ops.ops.expression.broadcast import Fit
+from cute_ops.ops.expression.broadcast import TILES, Fit
 from cute_ops.ops.expression.by_call import DOC, ByCall, decorate, dtype_of, kinds, presence
 from cute_ops.ops.expression.call import Attrs, key_of
 from cute_ops_torch.composite.constant import attribute, constant, guard, traced
@@ -123,8 +123,10 @@ def _fitted(operands: Sequence[Operand], fits: Fits, called: str) -> list[torch.
 
 def expanded(t: torch.Tensor, how: Fit) -> torch.Tensor:
     """An operand, expanded to the sizes that the op takes. One of 16 bits whose gradient is wanted, which is a sum over
-    what it is expanded along, becomes float32 first: so its terms are not rounded, and the sum is rounded once.
+    what it is expanded along, becomes float32 first: so its terms are not rounded, and the sum is rounded once. Not so
+    if outputs take their dtype from it, or the op takes no other.
     """
-    if how.expanded and t.dtype.itemsize < 4 and torch.is_grad_enabled() and tracked(t):
+    free = how.shape not in TILES and not how.shape.startswith(dtype_of(t))
+    if how.expanded and free and t.dtype.itemsize < 4 and torch.is_grad_enabled() and tracked(t):
         t = t.float()
     return t.reshape(how.own).expand(how.sizes)

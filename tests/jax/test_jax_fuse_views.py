@@ -60,6 +60,33 @@ def test_mlps_whose_hidden_values_get_other_rows(name: str) -> None:
     assert ("gated_mlp" in made) == is_one
 
 
+def test_halves_of_a_product_with_one_more_dim() -> None:
+    """Whose last dim is one number, as those of a product with columns of ``x[..., None]``."""
+
+    def function(x: jax.Array, weight: jax.Array) -> jax.Array:
+        return jax.nn.glu(jnp.matmul(weight.T, x[..., None])[..., 0])
+
+    weight = draw(8, 16)
+    assert check(function, X, weight)
+    grad = jax.grad(lambda *args: jnp.sum(jnp.sin(function(*args))), (0, 1))
+    for a, b in zip(cute_ops_jax.fuse(grad)(X, weight), grad(X, weight), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+
+
+def test_gradients_of_copies_in_two_dtypes() -> None:
+    def function(x: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.tanh(jax.nn.silu(jnp.broadcast_to(x, (2, 4, 8))) * jnp.broadcast_to(y, (2, 4, 8)))
+
+    x, y = draw(2, 1, 8), draw(1, 4, 8).astype("bfloat16")
+    got, want = (
+        jax.grad(lambda x, y, each=each: jnp.sum(jnp.sin(each(x, y))), (0, 1))(x, y)
+        for each in (cute_ops_jax.fuse(function), function)
+    )
+    for a, b in zip(got, want, strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_allclose(a.astype("float32"), b.astype("float32"), rtol=2e-2, atol=2e-2)
+
+
 HEADS: dict[str, tuple[Function, int, str]] = {
     "by row": (lambda y: y.reshape(4, 4, -1, 64), 1, "qkv_rope"),
     "by head": (lambda y: y.reshape(4, 4, -1, 64).transpose(0, 2, 1, 3), 2, "qkv_rope"),

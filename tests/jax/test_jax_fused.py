@@ -220,6 +220,14 @@ def test_calls_broadcast_as_those_of_jax(shapes: tuple[Any, ...]) -> None:
     np.testing.assert_allclose(jax.jit(by_call)(*given), exact[0], rtol=2e-6, atol=2e-6)
 
 
+def test_tiles_that_are_all_expanded_and_have_several_dtypes() -> None:
+    x, y = (a.astype(dtype) for a, dtype in zip(drawn((3, 1, 8), (1, 4, 8)), ("float32", "bfloat16"), strict=True))
+    exact = value_and_gradients(plainly, x, 0.5, y.astype("float32"))
+    found = value_and_gradients(by_call, x, 0.5, y)
+    assert [a.dtype for a in jax.tree.leaves(found)] == ["float32", "float32", "bfloat16"]
+    close(found, exact)
+
+
 @pytest.mark.slow
 def test_calls_under_vmap_and_shard_map() -> None:
     x, row, column = drawn((4, 3, 8), (8,), (4, 3, 1))

@@ -172,6 +172,18 @@ def test_calls_broadcast_as_those_of_torch(shapes: tuple[Any, ...], dtype: torch
         torch.testing.assert_close(found.double(), wanted, rtol=loses, atol=4 * loses * max(largest, 1.0))
 
 
+@pytest.mark.parametrize("dtypes", ["bfloat16 bfloat16", "float32 bfloat16", "float16 bfloat16"])
+def test_tiles_that_are_all_expanded_keep_their_dtypes(dtypes: str) -> None:
+    tiles = zip(drawn((3, 1, 8), (1, 4, 8)), dtypes.split(), strict=True)
+    x, y = (t.to(getattr(torch, dtype)).requires_grad_() for t, dtype in tiles)
+    out, exact = by_call(x, 0.5, y), plainly(*(t.double() for t in (x, torch.tensor(0.5), y)))
+    assert out.dtype == by_call(x.detach(), 0.5, y.detach()).dtype
+    torch.testing.assert_close(out.double(), exact, rtol=2.0**-7, atol=2.0**-7)
+    for found, wanted, t in zip(*(torch.autograd.grad(o.sum(), (x, y)) for o in (out, exact)), (x, y), strict=True):
+        assert found.dtype == t.dtype
+        torch.testing.assert_close(found, wanted, rtol=2.0**-6, atol=2.0**-6)
+
+
 @pytest.mark.slow
 def test_compiled_calls_have_one_graph_for_all_rows() -> None:
     counter = CompileCounterWithBackend("aot_eager")
