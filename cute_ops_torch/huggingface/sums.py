@@ -40,10 +40,14 @@ def add(module: nn.Module, place: tuple[int, tuple[str, ...]], a: Any, b: Any) -
     if not takes(a, b):
         return a + b
     number, within = place
-    leaves = not within and _goes_on(module, number)
-    readers: Any = [traced.reader_of(module, number)] if leaves else [module._modules.get(name) for name in within]
-    found = ((each, residual_norm.norm_of(each)) for each in readers if each is not None)
-    reader, made = next((pair for pair in found if pair[1] is not None), (None, None))
+    children = [module._modules.get(name) for name in within]
+    norms = [each for each in children if residual_norm.norm_of(each) is not None]
+    # Which of several norms of the module reads a sum depends on the call: it is learned as that of a sum that leaves.
+    leaves = (not within or len(norms) > 1) and _goes_on(module, number)
+    if len(norms) != 1:
+        norms = [traced.reader_of(module, number)] if leaves else []
+    reader = norms[0] if norms else None
+    made = None if reader is None else residual_norm.norm_of(reader)
     total = a + b if made is None or not made.fits(a) else residual_norm.add(a, b, reader)
     if leaves:
         residual_norm.sign(total, module, number)
@@ -84,7 +88,7 @@ class _Calls(ast.NodeTransformer):
         self._me, self._within, self._count = me, within, 0
 
     def visit_BinOp(self, node: ast.BinOp) -> Any:
-        names = [ast.Constant(name) for name in self._within.get(node, ())]
+        names = [ast.Constant(name) for name in dict.fromkeys(self._within.get(node, ()))]
         self.generic_visit(node)
         if not isinstance(node.op, ast.Add):
             return node

@@ -301,6 +301,26 @@ def test_checkpoints_run_parts_of_a_model_alone(taken: list[nn.Module]) -> None:
         assert len(taken) == count, family
 
 
+@pytest.mark.parametrize(("decoder", "norm"), [(True, "final_layer_norm"), (False, "encoder_attn_layer_norm")])
+def test_which_of_several_norms_reads_a_sum_depends_on_the_call(
+    decoder: bool, norm: str, taken: list[nn.Module]
+) -> None:
+    """A decoder that is given no encoder's states passes by the norm of the attention to these: it has no gradient."""
+    cls = transformers.MBartForCausalLM if decoder else transformers.MBartForConditionalGeneration
+    sizes = {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in (("layers", 1), ("ffn_dim", 24))}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "dropout": 0.0}
+    torch.manual_seed(0)
+    model = cls(transformers.MBartConfig(vocab_size=97, d_model=16, **sizes, **heads)).train()
+    want = step(model)
+    cute_ops_torch.patch(model)
+    for _ in range(2):
+        taken.clear()
+        close(step(model), want)
+    assert model.model.decoder.layers[0].get_submodule(norm) in taken
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    close(step(model), want)
+
+
 def test_an_op_that_is_not_wanted_adds_alone(taken: list[nn.Module]) -> None:
     model = without_dropout(make("bert"))
     want = step(model)
