@@ -21,6 +21,7 @@ from cute_ops_torch.huggingface import (
     activated_norm,
     attention,
     captures,
+    convolutions,
     decoder,
     embedding,
     experts,
@@ -29,7 +30,6 @@ from cute_ops_torch.huggingface import (
     loss,
     mlp,
     norm,
-    patches,
     plain_mlp,
     t5_mlp,
     traced,
@@ -52,7 +52,7 @@ log = logging.getLogger("cute_ops")
 _REPLACEMENTS = (
     *norm.REPLACEMENTS, *embedding.REPLACEMENTS, *mlp.REPLACEMENTS, *layer.REPLACEMENTS, *attention.REPLACEMENTS,
     *decoder.REPLACEMENTS, *plain_mlp.REPLACEMENTS, *t5_mlp.REPLACEMENTS, *activated_norm.REPLACEMENTS,
-    *patches.REPLACEMENTS, *experts.REPLACEMENTS,
+    *convolutions.REPLACEMENTS, *experts.REPLACEMENTS,
 )  # fmt: skip
 _OF_ALL = (ATTENTION, MASKS, EAGER_ATTENTION, BALANCE, CONVOLUTION, SCAN, activated_norm.ACTIVATED)
 _WHOLE = Replacement("", lambda module, model: module is model or _holds_layers(module), traced.settling)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import cute_ops_torch
-from cute_ops_torch.huggingface import patches
+from cute_ops_torch.huggingface import convolutions
 
 transformers = pytest.importorskip("transformers")
 KINDS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
@@ -60,13 +60,13 @@ class Twice(Chained):
 @pytest.fixture
 def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Sizes of the products that took the place of convolutions: rows and columns of windows."""
-    seen, run = list[tuple[int, ...]](), patches.projections
+    seen, run = list[tuple[int, ...]](), convolutions.projections
 
     def projections(x: torch.Tensor, *parameters: Any) -> Any:
         seen.append(tuple(x.shape))
         return run(x, *parameters)
 
-    monkeypatch.setattr(patches, "projections", projections)
+    monkeypatch.setattr(convolutions, "projections", projections)
     return seen
 
 
