@@ -63,7 +63,7 @@ def by_hand(function: Callable[..., Any], arrays: list[np.ndarray], batched: lis
 
 
 @pytest.mark.slow
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.25)
 @pytest.mark.feature("vmap, any subset of inputs")
 def test_vmap_of_some_inputs_only(any_op: Op, close: Close) -> None:
     """Every subset of the inputs is batched, each time in another dim; all in one program, which XLA compiles once."""

@@ -124,6 +124,7 @@ def step(run: Any, model: nn.Module, inputs: dict[str, torch.Tensor]) -> list[to
     return [loss.detach().float(), *(p.grad.float() for p in model.parameters() if p.grad is not None)]
 
 
+@pytest.mark.drawn(0.5)
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in MODELS])
 def test_a_graph_runs_what_eager_mode_runs(name: str, calls: Counter[str]) -> None:
     case, graphs = MODELS[name], list[Any]()
