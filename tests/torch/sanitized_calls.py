@@ -3,8 +3,8 @@
 PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python tests/torch/sanitized_calls.py 129 4097
 
 Every tensor is an allocation of its own then, which ends with the tensor's last element, so that a byte that is read
-past the end is seen. Prints one line for each call that fails. With ``--seed`` an op is called once at each length, in
-a dtype and a layout that the seed draws, and a product twice.
+past the end is seen. Prints one line for each call that fails. With ``--seed`` each op is called once, at a length, in
+a dtype and in a layout that the seed draws.
 """
 
 from __future__ import annotations
@@ -52,29 +52,27 @@ def every_op() -> dict[str, Op]:
     return {op.name: op for op in every if op and not op.program and op.name not in NOT_SWEPT}
 
 
-def some(every: Sequence[T], count: int, seed: str | None, name: str) -> Sequence[T]:
-    """All, or with a seed as many as ``count`` of them."""
-    return every if seed is None else random.Random(f"{seed} {name}").sample(every, min(count, len(every)))
+def some(every: Sequence[T], seed: str | None, name: str) -> Sequence[T]:
+    """All, or with a seed one of them."""
+    return every if seed is None or not every else [random.Random(f"{seed} {name}").choice(every)]
 
 
 def calls(ops: list[Op], lengths: list[int], seed: str | None = None) -> Iterator[tuple[Op, Case, str, str]]:
     for op in ops:
         if op.fallback:
-            yield from some([*calls_of_product(op)], 2, seed, op.name)
+            yield from some([*calls_of_product(op)], seed, op.name)
             continue
         integers = {var: "int32" for var, choices in op.dtypes.items() if all("int" in each for each in choices)}
-        for n in lengths:
-            if swept(op) == "d" and n > 512:
-                continue
-            layouts = [*enumerate((d, b) for d in DTYPES for b in BASES)]
-            for i, (dtype, base) in some(layouts, 1, seed, f"{op.name} {n}"):
-                sizes = op.example((ROWS[i % len(ROWS)],), n)
-                sizes |= {"d": n, "r": n // 2} if swept(op) == "d" else {}
-                sizes |= {"d": n} if op.name.startswith("group_norm_rows") else {}  # heads are whole groups
-                sizes |= {"g": 1} if op.name.startswith("group_norm_examples") and "g" in sizes else {}
-                sizes |= {name: size(sizes, op.attrs) for name, size in op.derived.items()}
-                attrs = {"heads": sizes["h"] // 2 + 1} if op.name.startswith("rope_packed") else {}
-                yield op, Case(f"n={n}", sizes, integers, attrs=attrs), dtype, base
+        layouts = [*enumerate((d, b) for d in DTYPES for b in BASES)]
+        every = [(n, *layout) for n in lengths if swept(op) != "d" or n <= 512 for layout in layouts]
+        for n, i, (dtype, base) in some(every, seed, op.name):
+            sizes = op.example((ROWS[i % len(ROWS)],), n)
+            sizes |= {"d": n, "r": n // 2} if swept(op) == "d" else {}
+            sizes |= {"d": n} if op.name.startswith("group_norm_rows") else {}  # heads are whole groups
+            sizes |= {"g": 1} if op.name.startswith("group_norm_examples") and "g" in sizes else {}
+            sizes |= {name: size(sizes, op.attrs) for name, size in op.derived.items()}
+            attrs = {"heads": sizes["h"] // 2 + 1} if op.name.startswith("rope_packed") else {}
+            yield op, Case(f"n={n}", sizes, integers, attrs=attrs), dtype, base
 
 
 def calls_of_product(op: Op) -> Iterator[tuple[Op, Case, str, str]]:
@@ -106,14 +104,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("lengths", nargs="+", type=int)
     parser.add_argument("--op", action="append", help="only these; repeat")
-    parser.add_argument("--seed", help="draw one call of an op at each length, two of a product")
+    parser.add_argument("--seed", help="draw one call of each op")
     parser.add_argument("--build", action="store_true", help="compile the kernels, call none")
     args = parser.parse_args()
     limit_static(1 << 30)
     ops = [op for op in every_op().values() if op.name in (args.op or every_op())]
     problems = list(calls(ops, args.lengths, args.seed))
     others = [
-        call for op in ops for call in some(cooperative(op, target.of_device()), 1, args.seed, f"{op.name} clusters")
+        call for op in ops for call in some(cooperative(op, target.of_device()), args.seed, f"{op.name} clusters")
     ]
     if args.build:
         variants = [_planned(*call).variant for call in others]
