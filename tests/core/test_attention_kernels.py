@@ -28,7 +28,7 @@ from cute_ops.kernels.attention.mods import FAST, K, Q
 from cute_ops.kernels.attention.softmax import CUBIC, LOWEST, QUINTIC, CappedSoftmax, polynomial
 from cute_ops.ops.attention.attention import attention, attention_bwd
 from cute_ops.ops.attention.by_call import Captured, kind_of, op_of_call
-from cute_ops.ops.attention.mods import mask_mod
+from cute_ops.ops.attention.mods import LARGE_CAP, mask_mod
 from tests.emulator import products, ptx_cta, ptx_sm90
 from tests.ops.attention_calls import NO_FUNCTIONS, Bounded, Call, Functions, arrays, expected
 
@@ -53,7 +53,7 @@ ONE_PASS = (
     CALLS[0],
     Call(1, 70, 150, 2, 1, 128, 128, "bfloat16", {"softcap": 5.0}, False, False),
     Call(1, 150, 130, 2, 1, 96, 96, "bfloat16", {"causal": True, "left": 100}, False, False),
-    Call(1, 70, 130, 1, 1, 80, 80, "bfloat16", {}, False, False),
+    Call(1, 70, 65, 1, 1, 80, 80, "bfloat16", {"softcap": 1e6}, False, False),
     Call(1, 130, 70, 1, 1, 112, 112, "bfloat16", {"causal": True}, False, False),
 )
 
@@ -437,7 +437,8 @@ def of_whole_tiles(
     leaves out: its scores are ``2 cap / (1 + exp(-2 x)) - cap``.
     """
     whole = ((0, 0), (0, 0), (0, -call.s % 128))
-    cap = np.float32(call.attrs.get("softcap", 0.0) if functions.score is None else 0.0)
+    cap = np.float32(call.attrs.get("softcap", 0.0))
+    cap = np.float32(0.0) if functions.score is not None or cap > LARGE_CAP else cap
     logs = np.where(lse > -np.inf, (lse + cap) * np.float32(np.log2(np.e)), np.inf)
     return np.pad(logs, whole, constant_values=np.inf), np.pad(delta, whole)
 

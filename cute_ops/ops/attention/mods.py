@@ -21,6 +21,7 @@ from cute_ops.expressions.text import text_of
 SCORE = {"score": OPERANDS["t"]}
 COORDINATES = {"batch": OPERANDS["s"], "head": OPERANDS["s"], "q": OPERANDS["c"], "k": OPERANDS["r"]}
 BATCH, HEAD, SIZES = 0, 1, 4  # of the operands behind the score
+LARGE_CAP = 256.0  # kernels have a tanh to 2e-7: of a larger cap scores would be wrong by more than 5e-5
 
 
 class Own(NamedTuple):
@@ -79,13 +80,26 @@ def mask_of(left: int, right: int, own: str = "") -> Mod | None:
 @cache
 def score_of(cap: float, own: str = "") -> Mod | None:
     """The change of scores by a soft cap, and then by a call's own function, a text; None without both."""
-    first, second = score_mod(named.softcap(cap)) if cap else None, Mod.parse(own) if own else None
+    change = named.softcap(cap) if cap <= LARGE_CAP else _large_softcap(cap)
+    first, second = score_mod(change) if cap else None, Mod.parse(own) if own else None
     if first is None or second is None:
         return first or second
     graph = SimplifyingGraph(second.expression.operands)
     capped = copied(first.expression, graph)[first.expression.outputs[0]]
     nodes = copied(second.expression, graph, lambda node: graph.operand(node.operand) if node.operand else capped)
     return Mod(graph.finish([nodes[second.expression.outputs[0]]]), second.reads)
+
+
+def _large_softcap(cap: float) -> named.Mod:
+    """A soft cap with a series in the place of the tanh of small numbers, of which kernels have a few digits."""
+
+    def softcap_mod(xp: Any, score: Any, batch: Any, head: Any, q: Any, k: Any) -> Any:
+        x = score * (1 / cap)
+        square = x * x
+        near = x * (1 - square * (1 / 3 - square * (2 / 15 - square * (17 / 315))))
+        return cap * xp.where(square < 1 / 64, near, xp.tanh(x))
+
+    return softcap_mod
 
 
 @cache
