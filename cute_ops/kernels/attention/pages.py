@@ -10,6 +10,9 @@ from cute_ops.hardware import VECTOR_BYTES, WARP
 from cute_ops.kernels.attention.config import PADDING
 
 VECTOR = VECTOR_BYTES // 2  # units of 16 bits
+# Loads whole lines of 128 bytes to L2. In 19 of 19 shapes attention to caches takes less time so, 0.4 to 2.4% where it
+# takes 50 us or more (H200).
+LINES = ".L2::128B"
 
 
 class Keys(NamedTuple):
@@ -176,7 +179,7 @@ class _Rows:
                 there = there & (self.page >= 0)
             if regular and per_row > 1:
                 place = place + i % per_row * WARP * VECTOR_BYTES
-            copy_or_clear((target, offset), place, self.start, None if whole else there)
+            copy_or_clear((target, offset), place, self.start, None if whole else there, LINES)
 
 
 def of_lane(number, lane):
@@ -185,7 +188,7 @@ def of_lane(number, lane):
     return (Int64(high) << 32) | (Int64(low) & 0xFFFFFFFF)
 
 
-def copy_or_clear(target, source, readable, there):
+def copy_or_clear(target, source, readable, there, ahead=""):
     """``cp.async`` of 16 bytes or, if they are not ``there``, of zeros, which reads nothing. Checkers of memory take a
     copy of no bytes for a whole one, so that it has an address which can be read.
 
@@ -193,20 +196,23 @@ def copy_or_clear(target, source, readable, there):
         target: an address in shared memory, and a constant to add.
         source, readable: addresses in memory.
         there: a condition; None if they are.
+        ahead: see :func:`copy_bytes`.
     """
     size = None
     if there is not None:
         source = cutlass.select_(there, source, readable)
         size = cutlass.select_(there, Int32(VECTOR_BYTES), Int32(0))
-    copy_bytes(target, source, size)
+    copy_bytes(target, source, size, ahead)
 
 
-def copy_bytes(target, source, size):
-    """``cp.async`` of 16 bytes, of which the first ``size`` are read and the others 0; of all, if it is None."""
+def copy_bytes(target, source, size, ahead=""):
+    """``cp.async`` of 16 bytes, of which the first ``size`` are read and the others 0; all if it is None. ``ahead``:
+    what L2 is to load besides, as PTX says it.
+    """
     (address, offset), said = target, ""
     arguments = [Int32(address), source]
     if size is not None:
         arguments.append(size)
         said = ", {$r2}"
-    ptx = f"cp.async.cg.shared.global [{{$r0}}+{offset}], [{{$r1}}], 16{said};"
+    ptx = f"cp.async.cg.shared.global{ahead} [{{$r0}}+{offset}], [{{$r1}}], 16{said};"
     cute.arch.inline_ptx(ptx, read_only_args=arguments)
