@@ -45,7 +45,7 @@ class CountedRows:
         if not (usual and self._are(labels) and hidden.device == labels.device and target.numel() == labels.numel()):
             return hidden, target
         rows = target.numel()
-        size = kept_size(rows, self._count.read())
+        size = kept_size(rows, int(self._count))
         if not size:
             return hidden, target
         kept = find_kept(target.reshape(-1), _IGNORED, size)
