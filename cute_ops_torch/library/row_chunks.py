@@ -228,7 +228,7 @@ def _rows_that_count(inputs: Mapping[str, Any], attrs: Mapping[str, Any]) -> Kep
         return None
     target, ignored = inputs["target"], attrs["ignore_index"]
     rows, number = target.numel(), (target != ignored).sum()
-    if type(target) is Tensor:  # a fake one, of kernels that are compiled ahead, has no number
+    if type(number) is Tensor:  # a fake one, of kernels that are compiled ahead, never arrives
         key = target.device, rows, ignored
         last, number = _last.get(key), OnItsWay(number)
         make_room(_last)
