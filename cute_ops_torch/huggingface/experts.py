@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from cute_ops_torch import functions
-from cute_ops_torch.huggingface.bypass import declined, takes
+from cute_ops_torch.composite.embedding import embedding
+from cute_ops_torch.huggingface.bypass import declined, is_eager, takes
 from cute_ops_torch.huggingface.match import Forward, Replacement, innermost
 from cute_ops_torch.huggingface.plain_mlp import activation_of, learn
 
@@ -38,7 +39,7 @@ def _run(home: Any, experts: Any, x: Tensor, index: Tensor, weights: Tensor) -> 
     ids = _experts_of_rows(ends, len(rows)) if experts.has_bias else None
 
     def multiply(rows: Tensor, name: str) -> Tensor:
-        bias = None if ids is None else getattr(experts, f"{name}_bias")[ids]
+        bias = None if ids is None else _of_rows(getattr(experts, f"{name}_bias"), ids)
         out: Tensor = home._grouped_linear(
             input=rows, weight=getattr(experts, name), bias=bias, offs=ends, is_transposed=experts.is_transposed
         )
@@ -56,6 +57,13 @@ def _experts_of_rows(ends: Tensor, count: int) -> Tensor:
     """The expert of each row, by the rows before which experts end."""
     rows = torch.arange(count, dtype=ends.dtype, device=ends.device)
     return torch.searchsorted(ends, rows, right=True).clamp(max=len(ends) - 1)
+
+
+def _of_rows(table: Tensor, ids: Tensor) -> Tensor:
+    """A row of a table for each row. Its gradient is ours but in a compiled graph, which fuses its own: that of torch's
+    kernel takes rows of one place one after another.
+    """
+    return embedding(ids, table) if is_eager(ids) and takes(table) and torch.is_grad_enabled() else table[ids]
 
 
 def _gated(home: Any, experts: Any, rows: Tensor) -> Tensor:
