@@ -30,8 +30,8 @@ def causal_conv1d_fn(
 
     Args:
         x, weight, bias, activation: as :func:`cute_ops_torch.causal_conv1d` has them, positions last.
-        seq_idx: (batch, seqlen), int32: which sequence each position is of.
-        initial_states: (batch, channels, width - 1): the inputs before x.
+        seq_idx: (batch, seqlen), int32: which sequence each position is of. Below zero it is padding, which gives 0.
+        initial_states: (batch, channels, width - 1): the inputs before x, of the sequence of its first position.
         return_final_states: return the last inputs, too, (batch, channels, width - 1).
         final_states_out: where to write them.
 
@@ -41,19 +41,35 @@ def causal_conv1d_fn(
     one_of("causal_conv1d_fn", "activation", activation, ACTIVATIONS)
     if final_states_out is not None and not return_final_states:
         raise ValueError("causal_conv1d_fn: final_states_out is written with return_final_states=True only.")
-    if seq_idx is not None and initial_states is not None:
-        raise ValueError("causal_conv1d_fn: sequences of seq_idx begin with zeros, not with initial_states.")
-    if initial_states is None and (seq_idx is not None or (x.stride(-1) == 1 and x.stride(1) != 1)):
-        # Positions are neighbours in memory.
-        near = x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-        mode = "silu" if activation else "none"
-        out = cute_ops_torch.causal_conv1d_channels_first(near, weight, bias, seq_idx, mode)
-        final = _last(x, weight.shape[-1] - 1) if return_final_states else None
+    if seq_idx is not None:
+        out, final = _of_sequences(x, weight, bias, seq_idx, initial_states, activation)
+    elif initial_states is None and x.stride(-1) == 1 and x.stride(1) != 1:
+        out, final = _of_neighbours(x, weight, bias, None, activation), _last(x, weight.shape[-1] - 1)
     else:
         out, final = _convolved(x, weight, bias, initial_states, activation)
-    if final is None or not return_final_states:
+    if not return_final_states:
         return out
     return out, final if final_states_out is None else final_states_out.copy_(final)
+
+
+def _of_sequences(
+    x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor, before: Tensor | None, activation: str | None
+) -> tuple[Tensor, Tensor]:
+    """The convolution of packed sequences, of which the first one may go on, and the last inputs."""
+    given, ids, count = x, seq_idx, 0
+    if before is not None:
+        count = before.shape[-1]
+        given, ids = torch.cat((before, x), -1), torch.cat((seq_idx[:, :1].expand(-1, count), seq_idx), -1)
+    out = _of_neighbours(given, weight, bias, ids, activation)[..., count:]
+    return out.masked_fill((seq_idx < 0)[:, None], 0.0), _last(given, weight.shape[-1] - 1)
+
+
+def _of_neighbours(
+    x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | None, activation: str | None
+) -> Tensor:
+    """The convolution of positions that are neighbours in memory."""
+    near = x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+    return cute_ops_torch.causal_conv1d_channels_first(near, weight, bias, seq_idx, "silu" if activation else "none")
 
 
 def _last(x: Tensor, count: int) -> Tensor:

@@ -156,8 +156,6 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
      "flash_attn: softmax_scale=0.0 is not implemented, only positive numbers and None."),
     (lambda: flash_attn.flash_attn_with_kvcache(Q, Q, Q, cache_leftpad=TARGET, block_table=TARGET), ValueError,
      "flash_attn_with_kvcache: cache_batch_idx and cache_leftpad are for caches without block_table."),
-    (lambda: causal_conv1d.causal_conv1d_fn(Q[0], ONE, seq_idx=TARGET, initial_states=Q[0]), ValueError,
-     "causal_conv1d_fn: sequences of seq_idx begin with zeros, not with initial_states."),
     (lambda: causal_conv1d.causal_conv1d_fn(Q[0], ONE, activation="gelu"), NotImplementedError,
      "causal_conv1d_fn: activation='gelu' is not implemented, only None, 'silu', 'swish'."),
     (lambda: causal_conv1d.causal_conv1d_update(drawn(2, 8), drawn(2, 8, 2), drawn(8, 4)), ValueError,

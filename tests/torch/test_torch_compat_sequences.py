@@ -275,3 +275,23 @@ def test_a_convolution_of_sequences_in_a_row(seed: int) -> None:
         found = causal_conv1d.causal_conv1d_fn(given, weight, seq_idx=ids, activation="silu")
         torch.testing.assert_close(found, expected)
         torch.testing.assert_close(torch.autograd.grad(found, (x, weight), d), wanted)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_convolution_whose_first_sequence_goes_on_and_whose_padding_is_zeros(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    *lengths, padding = torch.randint(1, 9, (3,), generator=generator).tolist()
+    x = torch.randn(1, 5, sum(lengths) + padding, generator=generator, requires_grad=True)
+    weight, bias = (torch.randn(*n, generator=generator, requires_grad=True) for n in ((5, 2 + seed), (5,)))
+    before = torch.randn(1, 5, 1 + seed, generator=generator, requires_grad=True)
+    ids = torch.tensor([0] * lengths[0] + [1] * lengths[1] + [-1] * padding, dtype=torch.int32)[None]
+    first, second, rest = x.split([*lengths, padding], -1)
+    parts = [
+        causal_conv1d.causal_conv1d_fn(first, weight, bias, initial_states=before),
+        causal_conv1d.causal_conv1d_fn(second, weight, bias),
+    ]
+    expected, given = torch.cat((*parts, torch.zeros_like(rest)), -1), (x, weight, bias, before)
+    found = causal_conv1d.causal_conv1d_fn(x, weight, bias, ids, before)
+    torch.testing.assert_close(found, expected)
+    d = torch.randn(expected.shape, generator=generator)
+    torch.testing.assert_close(torch.autograd.grad(found, given, d), torch.autograd.grad(expected, given, d))
