@@ -17,7 +17,7 @@ from cute_ops.declaration.program import Fallback, Program
 from cute_ops.declaration.shapes import ITEMSIZE, Array
 from cute_ops.hardware import VECTOR_BYTES, sm
 from cute_ops.kernels.gemm.config import STORE_BYTES, GemmConfig
-from cute_ops.ops.gemm.config import L2_BYTES, LINE, EpilogueCost, GemmSize, cycles
+from cute_ops.ops.gemm.config import L2_BYTES, LINE, EpilogueCost, GemmSize, cycles, cycles_of_few_rows
 
 WIDE = {"T": ("float32",)}  # operands that no kernel takes: the framework always multiplies them
 # cuBLAS, as the model of cycles sees it: cooperative tiles, clusters, parts of k, each of at least so many terms;
@@ -30,6 +30,8 @@ THEIR_CLUSTERS, THEIR_SPLITS, LEAST_TERMS, ADD_CYCLES, ADD_RATE = ((1, 2), (2, 1
 OURS, THEIRS, PASS = (1540.0, 1.6, 7.8e8), (1860.0, 2.1, 7.7e8), (4e6, 1.5)
 # Up to so many rows memory is what ours waits for, while the clock is higher.
 SMALL_M, OURS_OF_SMALL_M = 512, (1660.0, 2.5, 7.8e8)
+# Of 114 drawn products of so few rows the choices take 0.97 of cuBLAS' time in the mean, 6 of them more than 3% longer.
+FEW_M, OURS_OF_FEW_M = 64, (1750.0, 1.0, 7.8e8)
 # Tiles that are stored by few columns, whose terms four CTAs share, take this part of the model's cycles (35 products).
 NARROW = 0.8
 # Ours must be this much ahead of so few rows, and with a pass that it saves.
@@ -101,8 +103,11 @@ def _expected(
         rate, more, most = kernel
         return max(count / rate, 2 * whole.multiply_adds / most) + more
 
-    count = cycles(config, size, cost) * (NARROW if config.store_bytes < STORE_BYTES else 1)
-    ours = time_of(count, OURS_OF_SMALL_M if size.m <= SMALL_M else OURS)
+    if size.m <= FEW_M:
+        ours = time_of(cycles_of_few_rows(config, size, cost), OURS_OF_FEW_M)
+    else:
+        count = cycles(config, size, cost) * (NARROW if config.store_bytes < STORE_BYTES else 1)
+        ours = time_of(count, OURS_OF_SMALL_M if size.m <= SMALL_M else OURS)
     theirs = time_of(_their_cycles(whole, problem.sm_count), THEIRS)
     if (divisor := _divisor(problem)) in THEIR_ODD:
         theirs = _at_rates(whole, THEIR_ODD[divisor], THEIR_ODD_MORE)

@@ -41,6 +41,9 @@ SWIZZLED = 64  # 16-bit elements of a row of 128 bytes in shared memory, which T
 ALIGNMENT = 1024  # bytes: of the first buffer in shared memory
 # Registers of a thread that multiplies, and those of them that hold addresses, coordinates and constants.
 MULTIPLY_REGISTERS, OTHER_REGISTERS = 232, 30
+# Bytes that two SMs beside each other get from memory in a cycle. With it the tiles of 135 drawn products of up to 181
+# rows take 2.5% longer than the fastest ones, without it 5.1%; of 44 others 1.1 and 1.9% (H200).
+PAIR_BYTES = 54
 # What an SM does in a cycle: multiply-adds of 16-bit numbers; bytes of shared memory; bytes from L2; exponentials and
 # reciprocals; other instructions. With this number for L2 and those below, the configs chosen for 24 shapes of models
 # take 0.6% longer than the fastest ones (H200): 0.9% where power slows all of them down alike, 0.2% in the mean of that
@@ -204,7 +207,7 @@ def choose(size: GemmSize, cost: EpilogueCost, arch: str, sm_count: int, by_rows
         possible = tuple(with_edge(config, size.m) for config in possible)
 
     def fastest(found: Iterable[GemmConfig]) -> GemmConfig | None:
-        return min(found, key=lambda config: (sm_cycles(config, size, cost), loaded(config, size)), default=None)
+        return min(found, key=lambda config: (slowest_cycles(config, size, cost), loaded(config, size)), default=None)
 
     usual = fastest(config for config in possible if not _for_one_wave(config))
     # Of 93 drawn products these took 0.87 of the time of the others in one wave, and as long in more waves (H200).
@@ -240,6 +243,26 @@ def without_tma(vec_a: int, vec_b: int) -> GemmConfig:
 def cycles(config: GemmConfig, size: GemmSize, cost: EpilogueCost = PLAIN) -> int:
     """About how long a product takes: its tiles and memory each wait for the other at times."""
     return int(math.hypot(sm_cycles(config, size, cost), memory_cycles(size, cost, config.clusters * config.ctas)))
+
+
+def slowest_cycles(config: GemmConfig, size: GemmSize, cost: EpilogueCost = PLAIN) -> int:
+    """How long those SMs take that have the most to do. Two beside each other share a path to memory: 24 x 11008 x 1024
+    took 11.0 us by 69 CTAs with tiles of 160 columns, and 9.2 by 63 with 176.
+    """
+    at_once = min(_tiles(config, size, cost), config.clusters) * config.ctas
+    waves = -(-_tiles(config, size, cost) // config.clusters)
+    tiles_m = -(-size.m // config.tile_m)
+    tiles_n = -(-size.n * (1 + cost.gate_up) // config.tile_n)
+    # What several CTAs read comes from L2 for all but one of them.
+    rows = config.tile_m / tiles_n + config.tile_n / tiles_m
+    terms = size.k / config.cluster_k * waves * (2 if 2 * at_once > config.clusters * config.ctas else 1)
+    return max(sm_cycles(config, size, cost), int(rows * terms * OPERAND_BYTES[0] / PAIR_BYTES))
+
+
+def cycles_of_few_rows(config: GemmConfig, size: GemmSize, cost: EpilogueCost = PLAIN) -> int:
+    """:func:`cycles` of a product that memory bounds: not all SMs wait for it equally long."""
+    sm_count = config.clusters * config.ctas
+    return int(math.hypot(slowest_cycles(config, size, cost), memory_cycles(size, cost, sm_count)))
 
 
 def memory_cycles(size: GemmSize, cost: EpilogueCost, sm_count: int) -> int:
@@ -353,7 +376,7 @@ def space_of(sizes: tuple[str, str, str], epilogue_cost: Callable[[Problem], Epi
 
 def others(heuristic: GemmConfig, size: GemmSize, cost: EpilogueCost, arch: str, sm_count: int) -> Iterator[GemmConfig]:
     """Other tiles, forms and clusters, and of the heuristic's config other stages and another walk over tiles."""
-    times = {c: sm_cycles(c, size, cost) for c in configs(arch, sm_count, cost)}
+    times = {c: slowest_cycles(c, size, cost) for c in configs(arch, sm_count, cost)}
     least = min((time for config, time in times.items() if not _for_one_wave(config)), default=math.inf)
     yield from (c for c, time in times.items() if time <= least * (1 if _for_one_wave(c) else NEAR))
     yield from _with_stages(heuristic, arch, cost)
