@@ -186,7 +186,7 @@ class Front:
         if (len(outputs) != 1 and name != "split") or equation.effects or not hasattr(outputs[0].aval, "dtype"):
             return None
         for each in inputs:
-            if not isinstance(each, Value) and np.ndim(each):
+            if not isinstance(each, Value) and (np.ndim(each) or np.iscomplexobj(each)):
                 return None
         aval = outputs[0].aval
         if (primitive := _PRIMITIVES.get(name)) is not None:

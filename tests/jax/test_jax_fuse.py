@@ -343,6 +343,17 @@ def test_a_table_that_devices_share() -> None:
     same(jax.jit(jax.grad(loss(cute_ops_jax.fuse(function))))(placed), jax.grad(loss(function))(table))
 
 
+def test_complex_numbers_stay() -> None:
+    """Those of a recurrence, or of a rotation, and numbers that a program has of them."""
+
+    def function(x: jax.Array) -> jax.Array:
+        waves = jnp.where(x > 0, x * jnp.full(x.shape, 1 + 2j), jnp.zeros(x.shape, "complex64"))
+        return rms(waves.imag, W) + jnp.abs(waves).mean(-1, keepdims=True)
+
+    assert became(function, X) == ["fused"]
+    same(cute_ops_jax.fuse(function)(X), function(X))
+
+
 def test_float64_is_left_alone() -> None:
     with jax.enable_x64(True):
         x, w = jnp.asarray(np.asarray(X), jnp.float64), jnp.asarray(np.asarray(W), jnp.float64)
