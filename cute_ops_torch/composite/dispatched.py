@@ -20,7 +20,7 @@ _library = torch.library.Library("cute", "FRAGMENT")
 _library.define(
     "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor target, Tensor? bias=None, int ignore_index=-100, "
     "float label_smoothing=0.0, float z_loss=0.0, str reduction='mean', ScalarType? accum_dtype=None, "
-    "float softcap=0.0, float logit_scale=1.0) -> Tensor"
+    "float softcap=0.0, float logit_scale=1.0, int? chunk_rows=None) -> Tensor"
 )
 
 

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from cute_ops.composite import chunks
 from cute_ops_torch import functions
 from cute_ops_torch.composite.linear_cross_entropy import loss_of_head
 from cute_ops_torch.huggingface import mlp
@@ -26,6 +25,7 @@ from cute_ops_torch.huggingface.counted_rows import CountedRows
 from cute_ops_torch.huggingface.lazy_logits import PLAIN, Caps, LazyLogits, realised
 from cute_ops_torch.huggingface.match import Forward, Replacement, innermost, rebind
 from cute_ops_torch.huggingface.source import Parameters, definition, only_reads, source_digest
+from cute_ops_torch.library.row_chunks import rows_in_saved
 
 Tensor = torch.Tensor
 # `forward` of LlamaForCausalLM, with either way to choose the positions that get logits.
@@ -320,9 +320,7 @@ def _chunk_rows(model: Any, head: nn.Linear, hidden: Tensor) -> int | None:
     features = sum(
         m.down_proj.in_features for m in modules if mlp.drops_product(m, hidden) and m.down_proj.weight.requires_grad
     )
-    vocab, saved = head.out_features, features * math.prod(hidden.shape[:-1])
-    rows = min(saved // 2 // vocab, chunks.MAX_ROWS) // chunks.TILE * chunks.TILE
-    return rows if rows * vocab > chunks.LOGITS_PER_HIDDEN * hidden.numel() else None
+    return rows_in_saved(features * math.prod(hidden.shape[:-1]), head.out_features, hidden.numel())
 
 
 def _is_llama_s(module: nn.Module, model: nn.Module) -> bool:

@@ -6,6 +6,7 @@ No expression says these: they pick one column of each row.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Collection
 from typing import Any, NamedTuple
@@ -13,11 +14,14 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Graph, Node
 
+from cute_ops.composite.gated_mlp import gated_mlp_apart
 from cute_ops.declaration.shapes import FLOATS
 from cute_ops_torch.inductor import loss_metrics
 from cute_ops_torch.inductor.effects import name_of, same_mode
 from cute_ops_torch.inductor.fx import calls, changed, value_of, written_later
 from cute_ops_torch.inductor.loss_metrics import Metric
+from cute_ops_torch.library.row_chunks import rows_in_saved
+from cute_ops_torch.registry import define
 
 _DTYPES = {getattr(torch, name) for name in FLOATS}
 
@@ -207,24 +211,35 @@ def _keeps_columns(node: Any) -> bool:
 def _with_head(graph: Graph, node: Any, loss: _Loss, head: _Head) -> None:
     """The loss from the head's input."""
     (hidden, _), weight = _rows_of_head(graph, node, node, head), head.layer.args[1]
+    options = loss.ignore_index, loss.label_smoothing, 0.0, loss.reduction
+    rows = _chunk_rows(graph, node, hidden, weight)
     with graph.inserting_before(node):
         made = graph.call_function(
             torch.ops.cute.linear_cross_entropy.default,
-            (
-                hidden,
-                weight,
-                loss.target,
-                _bias(head.layer),
-                loss.ignore_index,
-                loss.label_smoothing,
-                0.0,
-                loss.reduction,
-            ),
+            (hidden, weight, loss.target, _bias(head.layer), *options),
+            {} if rows is None else {"chunk_rows": rows},
         )
     target = value_of(loss.target)
     assert target is not None
     made.meta = {**node.meta, "example_value": target.new_empty(value_of(node).shape, dtype=torch.float32)}  # type: ignore[union-attr]
     _finish(graph, node, made, torch.float32)
+
+
+def _chunk_rows(graph: Graph, node: Node, hidden: Any, weight: Any) -> int | None:
+    """Rows whose logits fit half of the memory that gated MLPs need in the backward for products that they have not
+    kept; None where that is too little, or not known.
+    """
+    ops = [define(gated_mlp_apart(transposed)).overload for transposed in (False, True)]
+    before = itertools.takewhile(lambda each: each is not node, graph.nodes)
+    layers = [[value_of(each.args[i]) for i in (0, 1, 3)] for each in before if each.target in ops]
+    values = [value_of(each) for each in (hidden, weight)]
+    every = [*values, *itertools.chain(*layers)]
+    if not torch.is_grad_enabled() or any(t is None or not all(isinstance(s, int) for s in t.shape) for t in every):
+        return None
+    # What a frozen down projection multiplies is needed by none.
+    sizes = ((x.numel(), gate.numel(), x.shape[-1]) for x, gate, down in layers if down.requires_grad)  # type: ignore[union-attr]
+    saved = sum(elements * weights // max(k, 1) ** 2 for elements, weights, k in sizes)
+    return rows_in_saved(saved, max(values[1].shape[0], 1), values[0].numel())  # type: ignore[union-attr]
 
 
 def _with_metrics(graph: Graph, node: Any, place: Any, loss: _Loss, head: _Head) -> None:

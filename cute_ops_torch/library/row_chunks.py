@@ -273,6 +273,15 @@ def find_kept(target: Tensor, ignore_index: int, size: int) -> Kept:
     return Kept(places, target.new_full((size + 1,), ignore_index).scatter_(0, place, target)[:size])
 
 
+def rows_in_saved(saved: int, classes: int, hidden: int) -> int | None:
+    """Rows of a chunk whose logits fit half of the elements that layers before the loss have not ``saved`` for their
+    backward, which needs them again; None where that is less than a chunk has anyway. ``hidden``: elements of the
+    hidden states.
+    """
+    rows = min(saved // 2 // classes, chunks.MAX_ROWS) // chunks.TILE * chunks.TILE
+    return rows if rows * classes > chunks.LOGITS_PER_HIDDEN * hidden else None
+
+
 def take_rows(x: Tensor, places: Tensor) -> Tensor:
     return x.index_select(0, places.clamp(max=x.shape[0] - 1))
 

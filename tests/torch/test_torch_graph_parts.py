@@ -651,6 +651,28 @@ def test_biases_of_scores() -> None:
     assert seen == [(K // 6 * S * S, S * S, S, 1)]
 
 
+def test_logits_take_memory_that_the_backward_needs() -> None:
+    """Chunks of the head's rows are larger behind gated MLPs, whose backward computes again what they do not keep."""
+    seen, target = list[Any](), torch.randint(0, 64, (512,))
+
+    def function(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, head: Tensor) -> Tensor:
+        x = x + F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
+        return F.cross_entropy(F.linear(x, head).flatten(0, -2), target)
+
+    def backend(module: Any, inputs: Any) -> Any:
+        after = through_autograd(module, inputs)
+        seen.extend(node.kwargs for node in module.graph.nodes if "cute.linear_cross_entropy" in str(node.target))
+        return after
+
+    for width, found in ((512, {"chunk_rows": 2048}), (48, {})):
+        shapes = (2, 256, 16), (width, 16), (width, 16), (16, width), (64, 16)
+        given = [made(*shape, seed=i) for i, shape in enumerate(shapes)]
+        torch._dynamo.reset()
+        inductor.replaced.clear()
+        compare(function, *given, found={"gated_mlp": 1, "linear_cross_entropy": 1}, backend=backend)
+        assert seen.pop() == found
+
+
 @pytest.mark.parametrize("padding", [None, 3, -2])
 def test_embeddings(padding: int | None) -> None:
     tokens = torch.tensor([[1, 3, 3, 0], [35, 1, 1, 7]])
