@@ -93,25 +93,25 @@ def test_rows_that_start_anywhere_are_taken_several_at_a_time(name: str) -> None
 def kernel_of(op: Op, rows: int, n: int, dtype: str = "bfloat16", **sizes: int) -> Any:
     given = {key: Array(t.of({"m": (rows,), "n": n}), dtype) for key, t in op.inputs.items() if "k" not in t.shape}
     variant = choose(bind(op, given), {}, parse("sm_90a")).variant
-    return variant, importlib.import_module("cute_ops.kernels.rows.pointwise").FusedPointwise(variant)
+    with interpreted():
+        return variant, importlib.import_module("cute_ops.kernels.rows.pointwise").FusedPointwise(variant)
 
 
 def test_which_passes_there_are() -> None:
     """Compact rows are whole vectors, alone or several together; others that do not start on half a vector take a pass
     for the tiles, whose loads are whole vectors all the same.
     """
-    with interpreted():
-        for n, fold in ((5120, 1), (5124, 2), (5122, 4), (5121, 8)):
-            variant, kernel = kernel_of(GELU, 8224, n)
-            assert (kernel.together, kernel.column_pass.fold, kernel.column_pass.vec) == (True, fold, 8)
-            assert variant.tensors["dbias_partials"].shape[0] is None
-        for n, together in ((5120, True), (5124, True), (5121, False)):
-            _, kernel = kernel_of(PACKED, 8224, n)
-            assert kernel.together == together and kernel.column_pass.fold == 1
-        _, kernel = kernel_of(column_sum(), 8224, 5120)
-        assert (kernel.column_pass.vec, kernel.column_pass.width, kernel.column_pass.unroll) == (8, 32, 8)
-        _, kernel = kernel_of(column_sum(), 8224, 24)
-        assert (kernel.column_pass.vec, kernel.column_pass.width) == (8, 4)
+    for n, fold in ((5120, 1), (5124, 2), (5122, 4), (5121, 8)):
+        variant, kernel = kernel_of(GELU, 8224, n)
+        assert (kernel.together, kernel.column_pass.fold, kernel.column_pass.vec) == (True, fold, 8)
+        assert variant.tensors["dbias_partials"].shape[0] is None
+    for n, together in ((5120, True), (5124, True), (5121, False)):
+        _, kernel = kernel_of(PACKED, 8224, n)
+        assert kernel.together == together and kernel.column_pass.fold == 1
+    _, kernel = kernel_of(column_sum(), 8224, 5120)
+    assert (kernel.column_pass.vec, kernel.column_pass.width, kernel.column_pass.unroll) == (8, 32, 8)
+    _, kernel = kernel_of(column_sum(), 8224, 24)
+    assert (kernel.column_pass.vec, kernel.column_pass.width) == (8, 4)
 
 
 @pytest.mark.slow
