@@ -354,7 +354,8 @@ def test_gradients_in_one_pass_with_functions_that_read_arrays(number: int, tmp_
     ("sizes", "attrs", "parts"),
     [
         ((2, 14720, 8, 2), {}, 2), ((1, 2048, 32, 8), {"causal": True}, 2), ((2, 8192, 32, 8), {"causal": True}, 1),
-        ((1, 2048, 16, 16), {}, 1), ((1, 900, 6, 2), {}, 2),
+        ((1, 2048, 16, 16), {}, 1), ((1, 900, 6, 2), {}, 2), ((5, 5632, 32, 4), {"causal": True}, 2),
+        ((5, 5632, 32, 4), {"causal": True, "left": 200}, 1), ((1, 1 << 20, 32, 8), {"causal": True}, 1),
     ],
 )  # fmt: skip
 def test_parts_of_heads_that_share_keys(sizes: tuple[int, ...], attrs: dict[str, Any], parts: int) -> None:

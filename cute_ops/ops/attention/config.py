@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from heapq import heapreplace
 from typing import Any, NamedTuple, TypeVar
 
 from cute_ops.declaration.config import Config, Problem
@@ -57,7 +59,9 @@ LONGEST_OF_TWO = 128
 LEAST_KEYS, MOST_SPLITS, INVARIANT_KEYS, START, COMBINE = 256, 128, 512, 128, 64
 # Parts of the heads that share keys, each a CTA's. What starting a CTA of gradients takes, and writing and adding its
 # part of dk and dv, as tiles of queries that it goes through meanwhile; of the time without parts, what is worth it.
+# Most waves of parts; what L2 holds of queries and cotangents, as the kernel has it.
 PARTS, START_OF_KEYS, WRITTEN_PART, WORTH_PARTS = (1, 2, 4), 3, 4, 0.97
+MOST_WAVES, HELD_BYTES = 16, 32 << 20
 # The least keys of a split of attention to caches: to start a CTA and to write a block's results takes as long as to
 # read half as many.
 CHUNK_LEAST_KEYS = 512
@@ -209,26 +213,49 @@ def _window(problem: Problem) -> int | None:
 def _parts_of_keys(own: mods.Own, problem: Problem, config: AttentionBackwardConfig) -> Array:
     """Gradients of keys and values of so many parts of the heads that share them that all SMs have work to the end."""
     dims, blocks = problem.dims, _blocks(problem, "t", config.block)
-    ctas, window, packed = blocks * problem.m * dims["g"], _window(problem), _is_packed(problem)
-    seen = dims["s"] // (max(dims["b"], 1) if packed else 1)  # queries of a sequence, in the mean, that see a block
-    is_even = not packed and (window is not None or not _mask(own, problem)[0])
-    tiles: int = -(-min(seen, seen if window is None else window + config.block) // config.tile_q)
+    heads, window = int(problem.m * dims["g"]), _window(problem)
+    sequences = max(dims["b"], 1) if _is_packed(problem) else 1  # of which only the mean length is known
+    queries = dims["s"] // sequences
+    seen = queries if window is None else min(queries, window + config.block)
+    falls = blocks // sequences if _mask(own, problem)[0] and window is None else 0
+    of_head = dims["s"] * dims["r"] * ITEMSIZE["bfloat16"] * (dims["d"] + dims["e"])
+    together, slots = max(HELD_BYTES // max(of_head, 1), 1), max(problem.sm_count, 1)
 
     def time(parts: int) -> float:
-        """As tiles of queries that a CTA goes through, where all CTAs have as many, or from none to as many."""
-        longest = int(-(-dims["r"] // parts)) * tiles
-        waves = max(float(parts * ctas) / max(problem.sm_count, 1), 1.0)
+        longest = -(-dims["r"] // parts) * -(-seen // config.tile_q)
         of_cta = START_OF_KEYS + (WRITTEN_PART if parts > 1 else 0)
-        if is_even:
-            return math.ceil(waves) * (longest + of_cta)
-        # The longest first: each SM has as much from two waves, less and less, and the last one's longest comes to it.
-        pairs = int(waves // 2)
-        return longest * (2 * pairs + (waves - 2 * pairs - 2 * pairs**2) / waves) + waves * of_cta
+        return _end_of_blocks(parts, longest, of_cta, (blocks, falls), heads, together, slots)
 
-    parts = min((n for n in PARTS if n <= max(dims["r"], 1)), key=time)
-    if time(parts) > WORTH_PARTS * time(1):
+    most, parts = min(dims["r"], MOST_WAVES * slots // max(blocks * heads, 1)), 1
+    if most > 1:
+        parts = min((n for n in PARTS if n <= most), key=time)
+    if parts == 1 or time(parts) > WORTH_PARTS * time(1):
         return Array((1, 1, 1, 4), "float32")
     return Array((parts * 2 * problem.m, dims["g"], blocks * config.block, dims["d"]), "float32")
+
+
+@lru_cache(1024)
+def _end_of_blocks(
+    parts: int, longest: int, of_cta: int, blocks: tuple[int, int], heads: int, together: int, slots: int
+) -> float:  # fmt: skip
+    """When the last CTA of blocks of keys ends, as tiles of queries: the next one starts where one has ended.
+
+    Args:
+        parts: CTAs that share a block.
+        longest: tiles of such a CTA, at most.
+        of_cta: what a CTA takes besides, as tiles.
+        blocks: of a head, and over how many of them tiles fall from all to none; 0 where all have as many.
+        heads: of all batches.
+        together: heads whose blocks are taken before those of others.
+        slots: CTAs that run at a time.
+    """
+    ends, (count, falls) = [0.0] * slots, blocks
+    for first in range(0, heads, together):
+        for block in range(count):
+            share = 1 - block % falls / falls if falls else 1.0
+            for _ in range(min(together, heads - first) * parts):
+                heapreplace(ends, ends[0] + longest * share + of_cta)
+    return max(ends)
 
 
 def _tables(own: mods.Own, problem: Problem, tiles: Mapping[str, int]) -> dict[str, Array | None]:
