@@ -30,7 +30,8 @@ class MergeStates:
         self.vec, self.pdl = math.gcd(self.e, *widest), can_use_pdl(variant.arch)
 
     @cute.jit
-    def __call__(self, mA, mLseA, mB, mLseB, mOut, mLse, stream):
+    def __call__(self, mA, mLseA, mB, mLseB, *others):
+        mOut, mLse, stream = others
         mA, mB, mOut = (folded(m, own=3) for m in (mA, mB, mOut))  # (batch, queries, heads, e)
         mLseA, mLseB, mLse = (folded(m, own=2) for m in (mLseA, mLseB, mLse))  # (batch, heads, queries)
         vectors = Int64(mA.shape[0]) * mA.shape[1] * mA.shape[2] * (self.e // self.vec)
