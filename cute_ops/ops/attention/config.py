@@ -224,7 +224,7 @@ def _parts_of_keys(own: mods.Own, problem: Problem, config: AttentionBackwardCon
     def time(parts: int) -> float:
         longest = -(-dims["r"] // parts) * -(-seen // config.tile_q)
         of_cta = START_OF_KEYS + (WRITTEN_PART if parts > 1 else 0)
-        return _end_of_blocks(parts, longest, of_cta, (blocks, falls), heads, together, slots)
+        return _end_of_blocks(parts, longest, of_cta, (blocks, falls), heads, together=together, slots=slots)
 
     most, parts = min(dims["r"], MOST_WAVES * slots // max(blocks * heads, 1)), 1
     if most > 1:
@@ -236,7 +236,7 @@ def _parts_of_keys(own: mods.Own, problem: Problem, config: AttentionBackwardCon
 
 @lru_cache(1024)
 def _end_of_blocks(
-    parts: int, longest: int, of_cta: int, blocks: tuple[int, int], heads: int, together: int, slots: int
+    parts: int, longest: int, of_cta: int, blocks: tuple[int, int], heads: int, *, together: int, slots: int
 ) -> float:  # fmt: skip
     """When the last CTA of blocks of keys ends, as tiles of queries: the next one starts where one has ended.
 
