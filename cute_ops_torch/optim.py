@@ -312,17 +312,28 @@ def _factors(group: dict[str, Any], step: int, device: torch.device) -> tuple[Te
 
 
 def _factors_on_device(group: dict[str, Any], steps: list[Tensor]) -> list[tuple[Tensor, ...]]:
-    """Factors of a step for each parameter, from steps that the device counts: in float64, as on the host."""
-    lr, decay, (beta1, beta2) = group["lr"], float(group["weight_decay"]), map(float, group["betas"])
+    """Factors of a step for each parameter, from steps that the device counts, in as few launches as PyTorch can.
+
+    In float32, ``expm1`` gives ``beta^t - 1`` to the last place also where ``beta^t`` is nearly 1.
+    """
+    lr, decay = group["lr"], float(group["weight_decay"])
+    rates = [math.log(beta) if beta else -math.inf for beta in map(float, group["betas"])]
     found: dict[int, tuple[Tensor, ...]] = {}
     for device in {step.device for step in steps}:
         places = [i for i, step in enumerate(steps) if step.device == device]
-        count = torch.stack([steps[i] for i in places]).double()
-        rate = lr.to(device, torch.float64) if isinstance(lr, Tensor) else float(lr)
-        size, root = rate / (1 - beta1**count), (1 - beta2**count).rsqrt()
-        keep = (1 - rate * decay) + 0 * count
-        numbers = zip(*(each.float().unbind() for each in (keep, size, root)), strict=True)
-        found |= dict(zip(places, numbers, strict=True))
+        count = torch.stack([steps[i] for i in places]) if len(places) > 1 else steps[places[0]].view(1)
+        both = torch._foreach_mul([count, count], rates)
+        torch._foreach_expm1_(both)
+        torch._foreach_reciprocal_(both)
+        if isinstance(lr, Tensor):
+            rate = lr.to(device, torch.float32)
+            size, scale = both[0] * -rate, both[1].neg_().sqrt_()
+            keep = (1 - rate * decay).expand(len(places))
+        else:
+            torch._foreach_mul_(both, [-float(lr), -1.0])
+            size, scale = both[0], both[1].sqrt_()
+            keep = torch.full((), 1 - float(lr) * decay, dtype=torch.float32, device=device).expand(len(places))
+        found |= dict(zip(places, zip(keep.unbind(), size.unbind(), scale.unbind(), strict=True), strict=True))
     return [found[i] for i in range(len(steps))]
 
 

@@ -155,10 +155,11 @@ def _experts(config: Mapping[str, Any], activation: Any, dtype: str, train: bool
     rows, weights = Array((ROWS, hidden), dtype), {"weights": Array((ROWS, k), dtype)}
     index, place = (Array((ROWS, k), kind) for kind in ("int64", "int32"))
     yield Call("class_places", {"index": index}, attrs={"classes": _count(config, *_EXPERTS)})
-    yield from (Call("scattered_rows", {"x": rows, "place": place, **more}) for more in ({}, weights)[: 1 + train])
+    yield Call("scattered_rows", {"x": rows, "place": place})
     yield from (Call("gathered_sum", {"y": rows, "index": place, **more}) for more in (weights, {})[: 1 + train])
     if train:
-        yield Call("gathered_dots", {"y": rows, "index": place, "dout": rows})
+        chosen = Array((ROWS * k, hidden), dtype)
+        yield Call("scattered_dots", {"y": chosen, "place": place, "dout": rows, **weights})
     if activation in _GATED and size:
         gated, attrs = _GATED[activation]
         op = "swiglu" if gated == "silu_mul" else "geglu"

@@ -46,9 +46,9 @@ def ours() -> dict[str, Op]:
     from cute_ops.ops.norm import group_norm
     from cute_ops.ops.reduction.kept_mean import kept_mean
     from cute_ops.ops.routing import balance
-    from cute_ops.ops.routing.gathered import gathered_dots, gathered_sum, scattered_rows
+    from cute_ops.ops.routing.gathered import gathered_dots, gathered_sum, scattered_dots, scattered_rows
     from cute_ops.ops.routing.places import class_places
-    from cute_ops.ops.routing.route import expert_probabilities, expert_totals
+    from cute_ops.ops.routing.route import expert_probabilities, expert_totals, routed_rows
     from cute_ops.ops.routing.topk import topk_step
 
     by_layout: tuple[Callable[[bool], Op], ...] = gated_dgrad, gated_dgrad_again, linear_add_rstd
@@ -58,10 +58,12 @@ def ours() -> dict[str, Op]:
     inside += (
         kept_mean,
         topk_step,
+        routed_rows,
         class_places,
         gathered_sum,
         scattered_rows,
         gathered_dots,
+        scattered_dots,
         expert_probabilities,
         expert_totals,
     )

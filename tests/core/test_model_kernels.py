@@ -25,8 +25,9 @@ from cute_ops.ops.conv.channels_first import causal_conv1d_channels_first, chann
 from cute_ops.ops.reduction.kept_mean import kept_mean
 from cute_ops.ops.rotary.gathered_rope import gathered_rope
 from cute_ops.ops.rotary.rope import rope
-from cute_ops.ops.routing.gathered import gathered_dots, gathered_sum, scattered_rows
+from cute_ops.ops.routing.gathered import gathered_dots, gathered_sum, scattered_dots, scattered_rows
 from cute_ops.ops.routing.places import class_places
+from cute_ops.ops.routing.route import routed_rows
 from cute_ops.ops.routing.topk import topk_step
 from cute_ops.testing import kernel_calls
 from cute_ops.testing.kernel_calls import LAYOUTS
@@ -34,7 +35,7 @@ from cute_ops.tools import sass
 
 ALL = [each for op in MODELS if not op.program for each in (op, *op.steps) if not each.program]
 ALL += [topk_step, channels_first_sums, gathered_rope]
-GATHERED = gathered_sum, gathered_dots, scattered_rows
+GATHERED = gathered_sum, gathered_dots, scattered_rows, scattered_dots
 SMOOTHED = {"label_smoothing": 0.1, "z_loss": 0.01}
 ATTRS: dict[str, list[dict[str, Any]]] = {
     "cross_entropy": [{}, SMOOTHED, {"softcap": 3.0, **SMOOTHED}, {"logit_scale": 0.5, "label_smoothing": 0.2}],
@@ -63,7 +64,8 @@ def test_kernels_agree_with_the_reference(op: Op) -> None:
 @pytest.mark.drawn(0.2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("op", "case"), [(op, case) for op in (*ALL, *GATHERED, class_places, kept_mean) for case in op.cases],
+    ("op", "case"), [(op, case) for op in (*ALL, *GATHERED, class_places, routed_rows, kept_mean)
+     for case in op.cases],
     ids=lambda v: v.name,
 )  # fmt: skip
 def test_every_case_compiles_without_spills(op: Op, case: Case, tmp_path: Path) -> None:
@@ -116,17 +118,33 @@ def test_rows_that_an_index_names(op: Op) -> None:
     for i in range(12):
         dims = dict(zip("trk", map(int, rng.integers(1, (30, 20, 9))), strict=True))
         dims["n"] = (1, 7, 64, 255, 1000, 2057)[i % 6]
-        dims |= {d: of(dims, {}) for d, of in op.derived.items()}
+        dims |= {d: of(dims, {}) for d, of in scattered_rows.derived.items() if op is scattered_dots or d in op.derived}
         kinds = {"I": ("int32", "int64")[i % 2], "W": FLOATS[i // 2 % 3]}
         case = Case("", dims, {v: kind for v, kind in kinds.items() if v in op.dtypes})
         draw = partial(testing.inputs, op, case, FLOATS[i % 3])
         arrays = draw(i)
-        if i % 4 == 0:
+        if i % 4 == 0 and op is not scattered_dots:
             arrays["weights"] = None
         where = {
             name: kernel_calls.place(op.inputs[name], a, LAYOUTS[i % 4]) for name, a in arrays.items() if a is not None
         }
         kernel_calls.check(kernel_calls.Call(op, {n: arrays[n] for n in op.inputs}, where, {}, "", draw))
+
+
+@pytest.mark.drawn(0.4)
+@pytest.mark.slow
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (7, 3), (60, 4), (128, 8), (141, 16), (384, 6)])
+def test_experts_that_are_chosen_in_one_pass(n: int, k: int) -> None:
+    """Their weights and the balance; by CTAs with several tiles of rows, and with none; races, too."""
+    rng = np.random.default_rng(n)
+    for i, rows in enumerate((1, 37, 130)):
+        case = Case("", {"m": (rows,), "n": n, "t": k}, attrs={"k": k, "normalize": bool(i % 2)})
+        draw = partial(testing.inputs, routed_rows, case, FLOATS[i])
+        x = draw(int(rng.integers(1 << 20)))["logits"]
+        where = {"logits": kernel_calls.place(routed_rows.inputs["logits"], x, LAYOUTS[(n + i) % 4])}
+        call = kernel_calls.Call(routed_rows, {"logits": x}, where, case.attrs, "", draw)
+        tile = dict(call.planned()[1].variant.config) | {"ctas": 1 + i}
+        kernel_calls.check(call._replace(tile=tile), watched=True)
 
 
 @pytest.mark.parametrize(("r", "k", "classes"), [(1, 1, 1), (15, 3, 5), (67, 2, 8), (300, 8, 64), (700, 1, 130)])

@@ -23,6 +23,16 @@ class TopkConfig(RowConfig):
     groups: int = 0
 
 
+class RouteConfig(RowConfig):
+    """How rows are routed in one pass, by persistent CTAs: as :class:`TopkConfig` sorts them.
+
+    Attributes:
+        ctas: how many there are.
+    """
+
+    ctas: int = 0
+
+
 class GatherConfig(KernelConfig):
     """``threads`` of a CTA; ``threads_per_row`` share a row, ``unroll`` vectors each of every named row at a time."""
 

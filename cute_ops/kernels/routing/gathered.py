@@ -26,19 +26,19 @@ class NamedRows:
 
     Args:
         variant: the kernel's variant.
-        other, own: the names of the two tensors that have the rows.
+        others, own: the names of the tensors that have the rows.
     """
 
-    def __init__(self, variant, other, own):
+    def __init__(self, variant, *others, own):
         self.keys, self.config = variant.tensors, GatherConfig(**variant.config)
         self.n, self.k = variant.dims["n"], variant.dims["k"]
-        keys = [self.keys[name] for name in (other, own)]
+        keys = [self.keys[name] for name in (*others, own)]
         self.vec, widest = 1, VECTOR_BYTES // keys[0].itemsize
         while self.n % (2 * self.vec) == 0 and all(
             2 * self.vec * key.itemsize <= min(key.align, key.row_align, VECTOR_BYTES) for key in keys
         ):
             self.vec *= 2
-        whole = keys[1].layout == "flat" and keys[1].align >= VECTOR_BYTES and self.n >= MOVED_FROM * widest
+        whole = keys[-1].layout == "flat" and keys[-1].align >= VECTOR_BYTES and self.n >= MOVED_FROM * widest
         self.moved = whole and 2 * self.vec < widest
         if self.moved:
             self.vec = widest
@@ -96,18 +96,38 @@ class NamedRows:
         fetch(rPair, address - past, first - past // (dtype.width // 8), Int32(self.n), bound, tail)
         return settle(rPair, past)
 
-    def store(self, rX, mX, name, row, first):
-        """Store a vector's elements that lie in the row."""
+    def store(self, rX, mX, name, row, first, here=True):
+        """Store a vector's elements that lie in the row, if this thread's row is ``here``."""
         address = row_address(mX, self.keys[name], row, self.n) + Int64(first) * (mX.element_type.width // 8)
         if self.moved:
-            self._store_inside(rX, address, first)
+            self._store_inside(rX, address, first, Boolean(here))
         else:
-            store_if(first < self.n, rX, address)
+            store_if((first < self.n) & here, rX, address)
 
     @cute.jit
-    def _store_inside(self, rX: cute.Tensor, address: Int64, first: Int32):
-        if (first + self.vec > 0) & (first < self.n):
+    def _store_inside(self, rX: cute.Tensor, address: Int64, first: Int32, here: Boolean):
+        if here & (first + self.vec > 0) & (first < self.n):
             store_masked(rX, address, first, Int32(self.n), pieces=self.n >= PIECES_FROM * self.vec)
+
+    def inside(self, rX, first):
+        """A vector in fp32, zeros outside the row."""
+        if self.moved:
+            trim(rX, first, Int32(self.n))
+        return widen(rX)
+
+    def store_dots(self, mDots, rDots, row, t, here):
+        """Add up dot products over the threads of a row, a warp or a part of one, and store them."""
+        share = self.config.threads_per_row
+        totals = [cute.arch.warp_reduction(rDots[j], operator.add, threads_in_group=share) for j in range(self.k)]
+        self._store_totals(mDots, totals, row, (t == 0) & here)
+
+    @cute.jit
+    def _store_totals(self, mDots: cute.Tensor, totals: cutlass.Constexpr, row: Int64, here: Boolean):
+        if here:
+            dtype = mDots.element_type
+            gDots = gmem_elements(dtype, row_address(mDots, self.keys["dots"], row, self.k), self.k)
+            for j in cutlass.range_constexpr(self.k):
+                gDots[j] = totals[j].to(dtype)
 
 
 class GatheredSum(NamedRows):
@@ -118,7 +138,7 @@ class GatheredSum(NamedRows):
     """
 
     def __init__(self, variant):
-        super().__init__(variant, "y", "out")
+        super().__init__(variant, "y", own="out")
         self.strict = variant.attrs["strict"]
 
     @cute.jit
@@ -168,7 +188,7 @@ class ScatteredRows(NamedRows):
     """
 
     def __init__(self, variant):
-        super().__init__(variant, "x", "out")
+        super().__init__(variant, "x", own="out")
 
     @cute.jit
     def __call__(self, mX, mPlace, mWeights, mOut, stream):
@@ -212,7 +232,7 @@ class GatheredDots(NamedRows):
     """
 
     def __init__(self, variant):
-        super().__init__(variant, "y", "dout")
+        super().__init__(variant, "y", own="dout")
 
     @cute.jit
     def __call__(self, mY, mIndex, mDout, mDots, stream):
@@ -226,28 +246,69 @@ class GatheredDots(NamedRows):
         count = extent(mDots, 0)
         # Past the last row it is taken again: all lanes of a warp exchange their sums.
         place = cutlass.min(row, count - 1)
-        rDots, share = fragment(Float32, self.k, 0.0), self.config.threads_per_row
+        rDots = fragment(Float32, self.k, 0.0)
         sources, there = self.named(mIndex, "index", place, extent(mY, 0))
         nan_unless(there, rDots)
         for start in cutlass.range(0, self.columns, self.step * self.config.unroll, unroll=1):
             self._step(mY, mDout, sources, place, rDots, self.firsts(start, t, place))
-        totals = [cute.arch.warp_reduction(rDots[j], operator.add, threads_in_group=share) for j in range(self.k)]
-        if (t == 0) & (row < count):
-            gDots = gmem_elements(Float32, row_address(mDots, self.keys["dots"], row, self.k), self.k)
-            for j in cutlass.range_constexpr(self.k):
-                gDots[j] = totals[j]
+        self.store_dots(mDots, rDots, row, t, row < count)
 
     def _step(self, mY, mDout, sources, row, rDots, firsts):
         """Add some vectors' products."""
         held = [[self.load(mY, "y", source, first) for source in sources] for first in firsts]
         others = [self.load(mDout, "dout", row, first) for first in firsts]
         for first, rD, vectors in zip(firsts, others, held):
-            d = self._inside(rD, first)
+            d = self.inside(rD, first)
             for j, rX in enumerate(vectors):
-                rDots[j] = rDots[j] + (self._inside(rX, first) * d).reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+                rDots[j] = rDots[j] + (self.inside(rX, first) * d).reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
 
-    def _inside(self, rX, first):
-        """A vector in fp32, zeros outside the row."""
-        if self.moved:
-            trim(rX, first, Int32(self.n))
-        return widen(rX)
+
+class ScatteredDots(NamedRows):
+    """``dy[place[i, j]] = weights[i, j] * dout[i]`` and ``dots[i, j] = sum(y[place[i, j]] * dout[i])``, in fp32.
+
+    Tile: as of :class:`GatheredDots`.
+    Bytes moved per element: dout, y and dy once each; where rows are moved into place, dout for each row of y, from L1.
+    """
+
+    def __init__(self, variant):
+        super().__init__(variant, "y", "dout", own="dy")
+
+    @cute.jit
+    def __call__(self, mY, mPlace, mDout, mWeights, mDy, mDots, stream):
+        self.launch(self.kernel(mY, mPlace, mDout, mWeights, mDy, mDots), extent(mDots, 0), stream)
+
+    @cute.kernel
+    def kernel(self, mY, mPlace, mDout, mWeights, mDy, mDots):
+        row, t = self.here()
+        wait_for_previous(self.pdl)
+        let_next_start(self.pdl)
+        count = extent(mDots, 0)
+        # Past the last row it is taken again, but not stored: all lanes of a warp exchange their sums.
+        own = cutlass.min(row, count - 1)
+        rDots = fragment(Float32, self.k, 0.0)
+        targets, _ = self.named(mPlace, "place", own, extent(mY, 0))
+        tensors, known = (mY, mDout, mDy), (targets, self.numbers(mWeights, "weights", own))
+        for start in cutlass.range(0, self.columns, self.step * self.config.unroll, unroll=1):
+            self._step(tensors, known, (own, Boolean(row < count)), rDots, (start, t))
+        self.store_dots(mDots, rDots, row, t, row < count)
+
+    def _step(self, tensors, known, where, rDots, vectors):
+        """Take some vectors: all places' from the same column on, unless rows are moved to where each one starts."""
+        (start, t), targets, every = vectors, known[0], range(self.k)
+        if not self.moved:
+            self._spread(tensors, known, where, rDots, (every, self.firsts(start, t, where[0])))
+            return
+        for j in every:
+            self._spread(tensors, known, where, rDots, ([j], self.firsts(start, t, targets[j])))
+
+    def _spread(self, tensors, known, where, rDots, these):
+        """Add the products of some places' vectors, and store their gradients."""
+        (mY, mDout, mDy), (targets, weights), (row, here), (places, firsts) = tensors, known, where, these
+        held = [[self.load(mY, "y", targets[j], first) for j in places] for first in firsts]
+        own = [self.load(mDout, "dout", row, first) for first in firsts]
+        for first, rD, vectors in zip(firsts, own, held):
+            d = self.inside(rD, first)
+            for j, rX in zip(places, vectors):
+                rDots[j] = rDots[j] + (self.inside(rX, first) * d).reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+                rOut = narrow(d * weights[j], mDy.element_type, self.vec)
+                self.store(rOut, mDy, "dy", targets[j], first, here)

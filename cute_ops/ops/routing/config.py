@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from cute_ops.declaration.config import Config, Problem
 from cute_ops.declaration.shapes import ITEMSIZE, Array
 from cute_ops.hardware import ARCHES, VECTOR_BYTES, WARP
-from cute_ops.kernels.routing.config import MOVED_FROM, QUAD, SEGMENT, GatherConfig, PlacesConfig, TopkConfig
+from cute_ops.kernels.routing.config import (
+    MOVED_FROM,
+    QUAD,
+    SEGMENT,
+    GatherConfig,
+    PlacesConfig,
+    RouteConfig,
+    TopkConfig,
+)
 from cute_ops.ops.rows import threads_for
 
 # Columns of a thread that sorts, and of one that selects; the longest rows that are sorted, and the most numbers of
@@ -16,10 +25,17 @@ SORT_COLUMNS, SELECT_COLUMNS, SORTED_ROW, SORTED_MOST = 64, 32, 1024, 16
 # Threads of a CTA that sorts; of an SM those that select, by whether rows consist of whole vectors: else each number
 # takes a register.
 SORT_THREADS, SELECT_SM_THREADS = 128, {True: 1280, False: 1024}
+# Columns of a thread that routes, which keeps sums of them, by bytes of a logit. (Threads of a CTA, CTAs of an SM): of
+# rows of up to FEW_EXPERTS, of longer ones, and where more than MANY_CHOSEN are sorted, which takes registers. CTAs are
+# large and few, since a last one adds up what each of them has.
+ROUTED_COLUMNS, FEW_EXPERTS, MANY_CHOSEN = {2: 48, 4: 32}, 32, 8
+FEW_ROUTED, ROUTED, MANY_ROUTED = (128, 6), (256, 2), (128, 3)
 # Threads of a CTA that finds places, and classes up to which it has twice as many: counts of all its warps take 66 KB.
 PLACES_THREADS, FEW_CLASSES = 512, 512
 # Vectors of a thread that adds up rows.
 GATHERED_VECTORS = 4
+# The same of a token's rows, where gradients of these and of weights are computed.
+DOTS_VECTORS = 16
 
 
 def topk(problem: Problem) -> TopkConfig:
@@ -35,6 +51,22 @@ def topk(problem: Problem) -> TopkConfig:
     )
 
 
+def routed(problem: Problem) -> RouteConfig:
+    """Rows that are sorted, by as many CTAs as fit the GPU."""
+    n, many = problem.dims["n"], problem.attrs["k"] > MANY_CHOSEN
+    columns = ROUTED_COLUMNS[4 if many else ITEMSIZE[problem.dtypes["logits"]]]
+    threads, resident = MANY_ROUTED if many else FEW_ROUTED if n <= FEW_EXPERTS else ROUTED
+    return RouteConfig(
+        "route", threads, _power(-(-n // columns)), resident=resident, ctas=resident * problem.sm_count
+    )  # fmt: skip
+
+
+def expert_sums(problem: Problem, flat: Config) -> dict[str, Array | None]:
+    """Each CTA's sums of probabilities, and how often it has chosen each expert."""
+    shape = (RouteConfig.of(flat).ctas, problem.dims["n"])
+    return {"totals": Array(shape, "float32"), "counts": Array(shape, "int32")}
+
+
 def gathered_sum(problem: Problem) -> GatherConfig:
     """Threads of a row that have :data:`GATHERED_VECTORS` in flight, of all rows that they add up."""
     return _gathered(problem, 2 * SORT_THREADS, problem.dims["k"])
@@ -43,6 +75,14 @@ def gathered_sum(problem: Problem) -> GatherConfig:
 def gathered_dots(problem: Problem) -> GatherConfig:
     """At most a warp for each row, which exchanges sums by shuffles."""
     return _gathered(problem, WARP, problem.dims["k"])
+
+
+def scattered_dots(problem: Problem) -> GatherConfig:
+    """As :func:`gathered_dots`, with more vectors of a thread: rows are stored, too."""
+    found = gathered_dots(problem)
+    vec = math.gcd(problem.dims["n"], VECTOR_BYTES // ITEMSIZE[problem.dtypes["y"]])
+    unroll = max(min(problem.dims["n"] // (vec * WARP), DOTS_VECTORS // problem.dims["k"]), 1)
+    return replace(found, threads=2 * SORT_THREADS, unroll=unroll) if found.threads_per_row == WARP else found
 
 
 def scattered_rows(problem: Problem) -> GatherConfig:
@@ -64,7 +104,7 @@ def counts(problem: Problem, flat: Config) -> dict[str, Array | None]:
 
 def _gathered(problem: Problem, most: int, each: int) -> GatherConfig:
     """``each``: rows of a thread at a time."""
-    rows = [name for name in ("x", "y", "out", "dout") if name in problem.aligns]
+    rows = [name for name in ("x", "y", "out", "dout", "dy") if name in problem.aligns]
     itemsize, n = ITEMSIZE[problem.dtypes[rows[0]]], problem.dims["n"]
     vec = math.gcd(n, max(min(min(problem.aligns[name], VECTOR_BYTES) for name in rows) // itemsize, 1))
     if n >= MOVED_FROM * VECTOR_BYTES // itemsize and 2 * vec * itemsize < VECTOR_BYTES:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from cute_ops.declaration.array_api import widen
+from cute_ops.declaration.binding import Binding
 from cute_ops.declaration.case import Case
 from cute_ops.declaration.config import Tuning
 from cute_ops.declaration.op import Op
@@ -44,6 +45,16 @@ def reference_scattered(xp: Any, x: Any, place: Any, weights: Any = None) -> Any
     rows = rows[:, None, :] if wide is None else rows[:, None, :] * wide[..., None]
     rows = xp.reshape(xp.broadcast_to(rows, (*place.shape, x.shape[-1])), (-1, x.shape[-1]))
     return xp.astype(xp.take(rows, xp.argsort(xp.reshape(place, (-1,))), axis=0), x.dtype)
+
+
+def reference_both(xp: Any, y: Any, place: Any, dout: Any, weights: Any) -> tuple[Any, Any]:
+    dots = reference_dots(xp, y, place, dout)
+    return reference_scattered(xp, dout, place, weights), xp.astype(dots, weights.dtype)
+
+
+def _check_places(binding: Binding) -> str | None:
+    rows, places = binding.dims["t"], binding.dims["r"] * binding.dims["k"]
+    return None if rows == places else f"argument `y` has {rows} rows, expected one for each of {places} places."
 
 
 def permuted(xp: Any, arrays: dict[str, Any]) -> None:
@@ -141,6 +152,39 @@ scattered_rows = Op(
 
     Returns:
         ``T[r*k n]``. Multiplied in float32, rounded once.
+
+    Raises:
+        TypeError: a dtype that is not listed.
+        ValueError: shapes that do not fit, a last dim that is not contiguous.
+    """,
+    **{**_COMMON, "dtypes": {"T": FLOATS, "W": FLOATS}},
+)  # fmt: skip
+
+scattered_dots = Op(
+    "scattered_dots",
+    inputs={
+        "y": Tensor("t n", "T"), "place": Tensor("r k", "int32", upper_bound="t"), "dout": Tensor("r n", "T"),
+        "weights": Tensor("r k", "W"),
+    },
+    outputs={"dy": Tensor("t n", "T"), "dots": Tensor("r k", "W")},
+    check=_check_places,
+    reference=reference_both,
+    kernel="cute_ops.kernels.routing.gathered:ScatteredDots",
+    tuning=Tuning(config.scattered_dots),
+    cases=tuple(case._replace(dims={**case.dims, "t": case.dims["r"] * case.dims["k"]}, absent=()) for case in CASES),
+    arrange=permuted,
+    doc="""Gradients of :func:`unpermute_tokens` whose rows are those of a permutation: each row of dout is read once.
+
+    ``dy[place[i, j]] = weights[i, j] * dout[i]``; ``dots[i, j] = sum(y[place[i, j]] * dout[i])``
+
+    Args:
+        y: ``T[r*k n]``; float32, float16 or bfloat16; any row stride.
+        place: int32 ``[r k]``: each row of y once.
+        dout: ``T[r n]``; any row stride.
+        weights: ``W[r k]``, a float dtype of its own.
+
+    Returns:
+        ``(dy, dots)``: ``T[r*k n]`` and ``W[r k]``. In float32, rounded once; deterministic.
 
     Raises:
         TypeError: a dtype that is not listed.

@@ -10,7 +10,7 @@ from cute_ops.declaration.op import Op
 from cute_ops.declaration.program import Program
 from cute_ops.declaration.shapes import FLOATS
 from cute_ops.declaration.tensor import Tensor
-from cute_ops.ops.routing.gathered import gathered_dots, gathered_sum, scattered_rows
+from cute_ops.ops.routing.gathered import gathered_dots, gathered_sum, scattered_dots, scattered_rows
 from cute_ops.ops.routing.places import MOST_CLASSES, class_places
 
 Arrays = Mapping[str, Any]
@@ -54,6 +54,9 @@ def _unpermute(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
 
 def _unpermute_bwd(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
     y, place, weights, dout = (inputs[name] for name in ("y", "place", "weights", "dout"))
+    if weights is not None and y.shape[0] == place.shape[0] * place.shape[1]:
+        found = call(scattered_dots, {"y": y, "place": place, "dout": dout, "weights": weights}, {})
+        return {"dy": found["dy"], "dweights": found["dots"]}
     dy = _spread(xp, call, dout, y, place, weights)
     if weights is None:
         return {"dy": dy, "dweights": None}
@@ -123,7 +126,7 @@ unpermute_tokens_bwd = Op(
     "unpermute_tokens_bwd",
     inputs={"y": SORTED, "place": PLACE, "dout": TOKENS, "weights": WEIGHTS},
     outputs={"dy": SORTED, "dweights": WEIGHTS._replace(optional=False, given="weights")},
-    kernel=Program(_unpermute_bwd, (scattered_rows, gathered_dots)),
+    kernel=Program(_unpermute_bwd, (scattered_dots, scattered_rows, gathered_dots)),
     doc="""Gradients of :func:`unpermute_tokens`: each token's cotangent times its weights, and their dot products.""",
     **_SUMMING,
 )

@@ -6,8 +6,10 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from cute_ops.declaration.array_api import beside, widen
 from cute_ops.declaration.binding import Binding
 from cute_ops.declaration.case import Case
+from cute_ops.declaration.config import Tuning
 from cute_ops.declaration.op import Op
 from cute_ops.declaration.program import Program
 from cute_ops.declaration.shapes import FLOATS
@@ -17,6 +19,7 @@ from cute_ops.ops import docs
 from cute_ops.ops.expression.formula import Formula, declare
 from cute_ops.ops.expression.fused import fused
 from cute_ops.ops.reduction.softmax import softmax
+from cute_ops.ops.routing import config
 from cute_ops.ops.routing import topk as largest
 
 MOST_EXPERTS = 1024
@@ -49,12 +52,29 @@ expert_totals = declare(
 )  # fmt: skip
 
 
+def _routed(xp: Any, logits: Any, *, k: int, normalize: bool) -> tuple[Any, Any, Any]:
+    """In the order of :func:`cute_ops.ops.routing.topk.reference_step`."""
+    values, index = largest.reference_step(xp, logits, k=k)
+    wide, weights = widen(xp, logits, values)
+    top = xp.max(wide, axis=-1, keepdims=True)
+    p, weights = xp.exp(wide - top), xp.exp(weights - top)
+    total = xp.sum(p, axis=-1, keepdims=True)
+    weights = weights / (xp.sum(weights, axis=-1, keepdims=True) if normalize else total)
+    rows, n = xp.reshape(p / total, (-1, logits.shape[-1])), logits.shape[-1]
+    chosen = xp.reshape(index, (-1, 1)) == xp.arange(n, dtype=index.dtype, **beside(xp, index))
+    count = max(rows.shape[0], 1)
+    balance = xp.sum(xp.sum(rows, axis=0) / count * (xp.sum(xp.astype(chosen, rows.dtype), axis=0) / count)) * n
+    return xp.astype(weights, logits.dtype), index, balance
+
+
 def _probabilities(xp: Any, call: Call, logits: Any) -> Any:
     return call(expert_probabilities, {"logits": logits}, {})["out"]
 
 
 def _run(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
     logits = inputs["logits"]
+    if attrs["k"] <= config.SORTED_MOST:
+        return call(routed_rows, {"logits": logits}, attrs)  # type: ignore[no-any-return]
     found = call(largest.topk_step, {"x": logits, "index": None}, {"k": attrs["k"]})
     if attrs["normalize"]:
         weights = call(softmax, {"x": found["values"]}, {})["out"]
@@ -103,10 +123,31 @@ def check_experts(binding: Binding) -> str | None:
     return largest.check(binding)
 
 
+def check_few(binding: Binding) -> str | None:
+    k = binding.attrs["k"]
+    if k > config.SORTED_MOST:
+        return f"attribute `k` is {k}, expected at most {config.SORTED_MOST}."
+    return check_experts(binding)
+
+
 LOGITS, OF_CHOSEN, INDEX = Tensor("*m n", "T"), Tensor("*m t", "T"), Tensor("*m t", "int32", upper_bound="n")
 _COMMON: dict[str, Any] = {
     "dtypes": {"T": FLOATS}, "attrs": {"k": 1, "normalize": True}, "static": ("n",), "cases": CASES,
 }  # fmt: skip
+
+routed_rows = Op(
+    "routed_rows",
+    inputs={"logits": LOGITS},
+    outputs={"weights": OF_CHOSEN, "index": INDEX._replace(upper_bound=None), "balance": Tensor("", "float32")},
+    derived={"t": lambda dims, attrs: attrs["k"]},
+    reference=_routed,
+    kernel="cute_ops.kernels.routing.route:RoutedRows",
+    tuning=Tuning(config.routed, workspace=config.expert_sums),
+    check=check_few,
+    inference_only="route has one",
+    doc=f"""All that :func:`route` returns, of at most {config.SORTED_MOST} experts of a token, in one pass.""",
+    **_COMMON,
+)
 
 route_bwd = Op(
     "route_bwd",
@@ -123,7 +164,7 @@ route = Op(
     inputs={"logits": LOGITS},
     outputs={"weights": OF_CHOSEN, "index": INDEX._replace(upper_bound=None), "balance": Tensor("", "float32")},
     derived={"t": lambda dims, attrs: attrs["k"]},
-    kernel=Program(_run, (largest.topk_step, softmax, expert_probabilities, expert_totals)),
+    kernel=Program(_run, (routed_rows, largest.topk_step, softmax, expert_probabilities, expert_totals)),
     check=check_experts,
     grad=route_bwd,
     doc=f"""The k experts of each token, their weights, and the load-balancing loss.
