@@ -274,8 +274,9 @@ class ScatteredDots(NamedRows):
         super().__init__(variant, "y", "dout", own="dy")
 
     @cute.jit
-    def __call__(self, mY, mPlace, mDout, mWeights, mDy, mDots, stream):
-        self.launch(self.kernel(mY, mPlace, mDout, mWeights, mDy, mDots), extent(mDots, 0), stream)
+    def __call__(self, *arguments):
+        *tensors, stream = arguments
+        self.launch(self.kernel(*tensors), extent(tensors[-1], 0), stream)
 
     @cute.kernel
     def kernel(self, mY, mPlace, mDout, mWeights, mDy, mDots):

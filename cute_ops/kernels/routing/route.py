@@ -56,7 +56,8 @@ class RoutedRows(SortedTopK):
         self.pdl = can_use_pdl(variant.arch)
 
     @cute.jit
-    def __call__(self, mLogits, mWeights, mIndex, mBalance, mTotals, mCounts, stream):
+    def __call__(self, *arguments):
+        mLogits, mWeights, mIndex, mBalance, mTotals, mCounts, stream = arguments
         tiles = (row_count(mLogits) + (self.tile.rows - 1)) // self.tile.rows
         parts = Int32(cutlass.max(cutlass.min(tiles, Int64(self.ctas)), Int64(1)))
         self.kernel(mLogits, mWeights, mIndex, mTotals, mCounts).launch(
