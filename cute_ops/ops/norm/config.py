@@ -341,11 +341,7 @@ def _persistent_backward(problem: Problem, row: RowProblem, row_bytes: int, cent
     sm_threads = sm_threads * 2 // (1 + sums)
     # Rows of three inputs take longer to arrive.
     alone = "dresidual_out" in problem.dtypes and cluster == 1 and _is_long(row, span)
-    # Two CTAs of clusters of four would disturb each other: one has an SM, and more stages.
-    alone_of_four = (
-        cluster == 4 and sums == 1 and row.aligned and row.itemsize < 4 and "dresidual_out" not in problem.dtypes
-        and sm_threads // threads > 1
-    )  # fmt: skip
+    alone_of_four = _disturb_each_other(problem, row, cluster, sums) and sm_threads // threads > 1
     # A CTA of one row at a time waits for it: 6393 x 6144 with two sums takes 0.88 of a copy's rate by three slots,
     # 0.81 by two. Of several rows at a time two are faster.
     single = cluster == 1 and sums == 2 and row.aligned and threads == share
@@ -369,6 +365,12 @@ def _persistent_backward(problem: Problem, row: RowProblem, row_bytes: int, cent
     config = replace(config, clusters=resident_clusters(problem, cluster) * resident)
     # Large clusters are few: no multiple of the offsets of unaligned rows fills the GPU. So rows are sorted by offset.
     return config if row.aligned or cluster <= 2 else replace(config, sort_period=period_of(row, align))
+
+
+def _disturb_each_other(problem: Problem, row: RowProblem, cluster: int, sums: int) -> bool:
+    """Whether two CTAs of clusters of four would disturb each other: one has an SM, and more stages."""
+    pair = "dresidual_out" in problem.dtypes
+    return cluster == 4 and sums == 1 and row.aligned and row.itemsize < 4 and not pair
 
 
 def _elements_of_a_thread(problem: Problem, row: RowProblem, threads: int, align: int) -> int:
