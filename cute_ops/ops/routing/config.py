@@ -78,7 +78,7 @@ def gathered_dots(problem: Problem) -> GatherConfig:
 
 
 def scattered_dots(problem: Problem) -> GatherConfig:
-    """As :func:`gathered_dots`, with more vectors of a thread: rows are stored, too."""
+    """At most a warp for each row, with several vectors of a thread in flight: rows are stored, too."""
     found = gathered_dots(problem)
     vec = math.gcd(problem.dims["n"], VECTOR_BYTES // ITEMSIZE[problem.dtypes["y"]])
     unroll = max(min(problem.dims["n"] // (vec * WARP), DOTS_VECTORS // problem.dims["k"]), 1)
