@@ -17,6 +17,7 @@ import pytest
 from cute_ops import Op, mods
 from cute_ops.declaration.binding import bind
 from cute_ops.declaration.shapes import Array
+from cute_ops.expressions.reference import evaluate
 from cute_ops.jit.compile_pool import worker
 from cute_ops.jit.plan import plan
 from cute_ops.jit.target import parse
@@ -28,7 +29,7 @@ from cute_ops.kernels.attention.mods import FAST, K, Q
 from cute_ops.kernels.attention.softmax import CUBIC, LOWEST, QUINTIC, CappedSoftmax, polynomial
 from cute_ops.ops.attention.attention import attention, attention_bwd
 from cute_ops.ops.attention.by_call import Captured, kind_of, op_of_call
-from cute_ops.ops.attention.mods import LARGE_CAP, mask_mod
+from cute_ops.ops.attention.mods import LARGE_CAP, gradient_of, mask_mod, score_of
 from tests.emulator import products, ptx_cta, ptx_sm90
 from tests.ops.attention_calls import NO_FUNCTIONS, Bounded, Call, Functions, arrays, expected
 
@@ -248,6 +249,17 @@ def test_polynomials_in_the_place_of_tanh() -> None:
         capped = CappedSoftmax((cap, 0.088 / cap), 2 * cap, -cap, 8.0, False)
         assert all(low < high for low, high in map(capped.range_of, capped.near))
         assert all(2 * cap * np.tanh(capped.range_of(near)[1] * capped.inner) <= LOWEST for near in capped.near)
+
+
+@pytest.mark.parametrize("cap", [LARGE_CAP, 257.0, 1e6, 2.0**126])
+def test_slopes_of_soft_caps_at_scores_of_all_sizes(cap: float) -> None:
+    """A series in the place of tanh has none where scores are so large that its powers are infinite."""
+    change = score_of(cap)
+    assert change is not None
+    x = np.array([0, 1e-3, 1, cap / 8.001, cap / 7.999, cap / 2, min(1e10 * cap, 3e38), np.inf, -np.inf], np.float32)
+    with np.errstate(over="ignore"):
+        (slope,) = evaluate(gradient_of(change), np, [x, *[np.zeros_like(x)] * 8, np.ones_like(x)])
+    np.testing.assert_allclose(slope, 1 - np.tanh(x.astype(np.float64) / cap) ** 2, rtol=0, atol=1e-6)
 
 
 @products.emulated

@@ -95,9 +95,11 @@ def _large_softcap(cap: float) -> named.Mod:
 
     def softcap_mod(xp: Any, score: Any, batch: Any, head: Any, q: Any, k: Any) -> Any:
         x = score * (1 / cap)
-        square = x * x
-        near = x * (1 - square * (1 / 3 - square * (2 / 15 - square * (17 / 315))))
-        return cap * xp.where(square < 1 / 64, near, xp.tanh(x))
+        is_small = x * x < 1 / 64
+        small = xp.where(is_small, x, 0.0)  # so that powers, which gradients multiply by 0, are finite
+        square = small * small
+        near = small * (1 - square * (1 / 3 - square * (2 / 15 - square * (17 / 315))))
+        return cap * xp.where(is_small, near, xp.tanh(x))
 
     return softcap_mod
 
