@@ -214,14 +214,20 @@ class _Head:
 
 def _without_lazy(out: Any, keeps_logits: bool) -> Any:
     """A model's output, in which logits that nothing has computed are None, unless they are to be kept or there is no
-    loss; those of a tuple are computed.
+    loss; those of a tuple are computed. An output of a model within (BLIP-2) has no others.
     """
     from transformers.utils import ModelOutput
 
-    if not isinstance(out, ModelOutput) or not any(isinstance(each, LazyLogits) for each in out.values()):
+    def changed(out: Any) -> Any:
+        return type(out)(**{name: changed(each) if within(each) else change(each) for name, each in out.items()})
+
+    def within(out: Any) -> bool:
+        return isinstance(out, ModelOutput) and any(isinstance(x, LazyLogits) or within(x) for x in out.values())
+
+    if not within(out):
         return realised(out)
-    every = keeps_logits or out.get("loss") is None
-    return type(out)(**{name: realised(each) if every else _if_computed(each) for name, each in out.items()})
+    change = realised if keeps_logits or out.get("loss") is None else _if_computed
+    return changed(out)
 
 
 def _if_computed(value: Any) -> Any:

@@ -203,6 +203,25 @@ def test_losses_of_models_around_a_language_model(name: str) -> None:
     assert got[2].logits is None and want[2].logits is not None
 
 
+@pytest.mark.parametrize("logits", [False, True])
+def test_outputs_of_a_model_within_have_no_logits_to_come(logits: bool) -> None:
+    """They would be computed when they are read: of other weights, after a step."""
+    q_former = {**ENCODER, "encoder_hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 97}
+    text = {"model_type": "opt", "vocab_size": 97, "hidden_size": 16, "word_embed_proj_dim": 16, "ffn_dim": 24}
+    text |= {"num_hidden_layers": 1, "num_attention_heads": 2, "dropout": 0.0}
+    config = transformers.Blip2Config(
+        vision_config=IMAGES, qformer_config=q_former, text_config=text, num_query_tokens=2, image_token_index=96
+    )
+    model: Any = transformers.Blip2ForConditionalGeneration(config).train()
+    assert ("", "linear_cross_entropy" if not logits else "cross_entropy") in cute_ops_torch.patch(model, logits=logits)
+    tokens = torch.cat([torch.full((len(TOKENS), 2), 96), TOKENS], 1)
+    out = model(pixel_values=torch.randn(len(TOKENS), 3, 8, 8), input_ids=tokens, labels=tokens)
+    assert out.loss.requires_grad
+    assert {type(each.get("logits")) for each in (out, out.language_model_outputs)} == {
+        torch.Tensor if logits else type(None)
+    }
+
+
 @pytest.mark.parametrize(
     ("compiled", "kind", "part", "given"),
     [
