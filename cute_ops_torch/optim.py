@@ -322,7 +322,7 @@ def _factors_on_device(group: dict[str, Any], steps: list[Tensor]) -> list[tuple
     for device in {step.device for step in steps}:
         places = [i for i, step in enumerate(steps) if step.device == device]
         count = torch.stack([steps[i] for i in places]) if len(places) > 1 else steps[places[0]].view(1)
-        both = torch._foreach_mul([count, count], rates)
+        both = torch._foreach_mul([count.float()] * 2, rates)
         torch._foreach_expm1_(both)
         torch._foreach_reciprocal_(both)
         if isinstance(lr, Tensor):
