@@ -2,8 +2,9 @@
 
 The batch dim becomes one more leading dim, which costs nothing. This needs leading dims of one name on every batched
 input and on every output. Otherwise it would mix examples: if an output sums over rows (a weight's gradient), if a
-batched input has no rows (a weight per example), or if rows of other leading dims are batched (each example's ``*m``
-would see all examples' ``*p``). Then an op of batches runs where the declaration has one, else the op once per example.
+batched input has no rows (a weight per example), if each row depends on all of them (``whole`` names them), or if rows
+of other leading dims are batched (each example's ``*m`` would see all examples' ``*p``). Then an op of batches runs
+where the declaration has one, else the op once per example.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def as_one_call(xp: Any, op: Op, arguments: Mapping[str, tuple[Any, bool]], size
     inputs = {name: _Input(op.inputs[name], array, batched) for name, (array, batched) in arguments.items()}
     groups = {i.declared.rows for i in inputs.values() if i.batched}
     groups |= {t.rows for n, t in op.results.items() if (n if n in op.mutates else t.given) in (None, *arguments)}
-    if len(groups) == 1 and None not in groups:
+    if len(groups) == 1 and None not in groups and groups.isdisjoint(op.whole):
         return OneCall(op, _folded(xp, {n: i for n, i in inputs.items() if i.declared.rows in groups}, size, arguments))
     if op.batched is None:
         return None

@@ -3,7 +3,8 @@
 A *factor* is a dim that may be split: a leading dim, or one that the declaration calls ``parallel``, ``contracted`` or
 ``inner``. Of a tied dim such as ``g*r`` heads it is the first name: each device has whole groups. Every device has all
 of any other dim. An input without a factor is replicated. An output without it is the sum of the devices' outputs if
-the factor is contracted or inner or if the output is the gradient of such an input; else the dim is not split.
+the factor is contracted or inner or if the output is the gradient of such an input; else the dim is not split. Nor are
+leading dims that the declaration's ``whole`` names: each row depends on all of them.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ def factors(binding: Binding, split: bool = False) -> Factors:
     tensors = {n: t for n, t in {**op.inputs, **op.outputs}.items() if arrays[n] is not None}
     found = {n: _names(t, a, cut) for n, t in tensors.items() if (a := arrays[n]) is not None}
     dims = {f: t.rows for n, t in tensors.items() if t.rows for f in found[n][: len(found[n]) - len(t.dims)]}
-    whole = {
+    gathered = {f for f, rows in dims.items() if rows in op.whole}
+    whole = gathered | {
         f for n in op.results if n in found for f in _all(found) - apart - set(found[n])
         if not op.sums(n, dims.get(f) or f)
     }  # fmt: skip

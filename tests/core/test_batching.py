@@ -9,6 +9,7 @@ from cute_ops.ops.gemm.linear import linear
 from cute_ops.ops.norm.add_rmsnorm import add_rmsnorm
 from cute_ops.ops.norm.rmsnorm import rmsnorm
 from cute_ops.ops.rotary.rope import rope
+from cute_ops.ops.routing.route import route
 
 
 def test_a_batch_is_a_leading_dim() -> None:
@@ -27,6 +28,9 @@ def test_what_would_mix_examples_is_no_one_call() -> None:
     given = {"x": (x, True), "dout": (x, True), "weight": (weight[0], False)}
     assert as_one_call(np, backward, given, 5) is None
     assert as_one_call(np, backward.only("dx"), given, 5) is not None
+    assert route.grad is not None  # a row's gradient depends on how often all rows choose an expert
+    given = {"logits": (x, True), "weights": (x[..., :2], True), "index": (np.zeros((5, 3, 2), np.int32), True)}
+    assert as_one_call(np, route.grad, {**given, "dbalance": (np.ones(()), False)}, 5) is None
 
 
 def test_an_op_of_batches() -> None:

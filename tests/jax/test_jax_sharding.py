@@ -146,6 +146,15 @@ def test_one_all_reduce_of_one_weight(through_ffi: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_the_load_of_experts_is_that_of_all_rows(kind: AxisType) -> None:
+    x = np.random.default_rng(0).standard_normal((*LEAD, 8)).astype(np.float32)
+    grad = jax.grad(lambda x: cute_ops_jax.route(x, k=2)[2])
+    rows = jax.device_put(x, NamedSharding(mesh_of(kind), jax.P("data")))
+    for found, exact in ((jax.jit(grad)(rows), grad(x)), (jax.vmap(grad)(x), np.stack([grad(each) for each in x]))):
+        np.testing.assert_allclose(found, exact, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 def test_no_all_reduce_of_a_frozen_weight(kind: AxisType, through_ffi: Any, fake_kernels: Any) -> None:
     function, mesh = through_ffi(RMSNORM), mesh_of(kind)
     with jax.set_mesh(mesh):

@@ -13,6 +13,7 @@ from cute_ops.declaration.case import Case
 from cute_ops.declaration.op import Op
 from cute_ops.declaration.program import Program
 from cute_ops.declaration.shapes import FLOATS
+from cute_ops.declaration.split import Sharding
 from cute_ops.declaration.tensor import Tensor
 from cute_ops.expressions.tracing import trace
 from cute_ops.ops.expression.formula import Formula, declare
@@ -89,6 +90,7 @@ expert_balance_bwd = Op(
     inputs={"logits": _LOGITS, "index": Tensor("*m t", "int32", upper_bound="n"), "dbalance": Tensor("", "float32"),
             "token_weights": _WEIGHTS},
     outputs={"dlogits": _LOGITS}, kernel=Program(_run_bwd, (expert_slopes,)),
+    sharding=Sharding(whole={"m": "has rows that all count for the load of an expert"}),
     doc="Gradient of :func:`expert_balance` by the mean probabilities.", **_COMMON,
 )  # fmt: skip
 expert_balance = Op(

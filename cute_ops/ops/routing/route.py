@@ -13,6 +13,7 @@ from cute_ops.declaration.config import Tuning
 from cute_ops.declaration.op import Op
 from cute_ops.declaration.program import Program
 from cute_ops.declaration.shapes import FLOATS
+from cute_ops.declaration.split import Sharding
 from cute_ops.declaration.tensor import Tensor
 from cute_ops.expressions import trace
 from cute_ops.ops import docs
@@ -154,6 +155,7 @@ route_bwd = Op(
     inputs={"logits": LOGITS, "weights": OF_CHOSEN, "index": INDEX,
             "dweights": OF_CHOSEN._replace(optional=True), "dbalance": Tensor("", "float32", optional=True)},
     outputs={"dlogits": LOGITS},
+    sharding=Sharding(whole={"m": "has rows that all count for the load of an expert"}),
     kernel=Program(_run_bwd, (expert_probabilities,)),
     doc="""Gradient of :func:`route`: of the weights, and of the balance by the mean probabilities.""",
     **_COMMON,
