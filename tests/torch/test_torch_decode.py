@@ -258,6 +258,7 @@ def test_caches_of_latents_are_those_of_append_kv() -> None:
     ("changed", "said"),
     [
         ({"scale": 0.0}, "scale is a positive number, 1 / sqrt of the headdim before absorption; got 0.0."),
+        ({"scale": 1e-103}, "scale is from 2^-126 to 2^126, as float32 holds it, got 1e-103."),
         ({"rank": 48}, "at most 576; got rank=48 of d=80."),
         ({"latent_cache": torch.zeros(3, 9, 80, dtype=torch.bfloat16)}, "got p=3 of them for b=2 sequences."),
     ],

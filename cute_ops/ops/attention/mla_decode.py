@@ -15,7 +15,7 @@ from cute_ops.declaration.program import Program
 from cute_ops.declaration.split import Sharding
 from cute_ops.declaration.tensor import Tensor
 from cute_ops.ops.attention import config
-from cute_ops.ops.attention.attention import HALVES, LONGEST
+from cute_ops.ops.attention.attention import HALVES, LONGEST, MOST_FACTOR
 from cute_ops.ops.attention.decode_attention import MOST_QUERIES, fill_pages, place_of_queries, side_by_side
 from cute_ops.ops.attention.softmax import softmax
 
@@ -70,6 +70,12 @@ def check(binding: Binding) -> str | None:
         return f"a sequence has at most {LONGEST} keys, got room for {keys}."
     if attrs["scale"] <= 0:
         return f"scale is a positive number, 1 / sqrt of the headdim before absorption; got {attrs['scale']}."
+    return _check_scale(attrs["scale"])
+
+
+def _check_scale(scale: float) -> str | None:
+    if scale and not 1.0 / MOST_FACTOR <= scale <= MOST_FACTOR:
+        return f"scale is from 2^-126 to 2^126, as float32 holds it, got {scale}."
     return None
 
 
@@ -154,7 +160,7 @@ def _check_absorbed(binding: Binding) -> str | None:
     dims, scale = binding.dims, binding.attrs["scale"]
     if dims["d"] != dims["k"] + dims["r"]:
         return f"a latent has k={dims['k']} elements of w_k and r={dims['r']} of q_rotated, got d={dims['d']}."
-    return f"scale is not negative, got {scale}." if scale < 0 else None
+    return f"scale is not negative, got {scale}." if scale < 0 else _check_scale(scale)
 
 
 mla_attention = Op(
