@@ -80,8 +80,9 @@ MODELS = {
     }, {"rmsnorm": 3, "cross_entropy": 1}),
 }  # fmt: skip
 QUICK = ("Qwen3", "BERT")
-# Kernels of the products of a layer, whose forms differ: an autograd node here, an op of a graph there.
-_OWN_FORMS = re.compile(r"(linear|scale|swiglu|gated|rope)")
+# Kernels of the products of a layer, and of biases of experts, whose forms differ: an autograd node here, an op of a
+# graph there.
+_OWN_FORMS = re.compile(r"(linear|scale|swiglu|gated|rope|sorted_embedding)")
 
 
 @pytest.fixture
