@@ -14,6 +14,7 @@ from cute_ops.declaration.binding import bind
 from cute_ops.declaration.shapes import ITEMSIZE
 from cute_ops.hardware import ARCHES, MAX_THREADS
 from cute_ops.jit.compile_pool import worker
+from cute_ops.jit.layout import Memory
 from cute_ops.jit.plan import plan
 from cute_ops.jit.target import parse
 from cute_ops.ops.norm import group_config
@@ -137,6 +138,25 @@ def test_groups_are_read_twice_where_no_chip_holds_them() -> None:
                   for name, t in op.inputs.items()}  # fmt: skip
         assert plan(bind(op, arrays), {}, parse("sm_90a")).variant.config.get("cluster", 1) == expected
     assert not group_config.on_chip((512 * 512, 128), 32, 2, 2)
+
+
+def test_groups_have_threads_or_are_refused() -> None:
+    """A CTA holds a group wherever its rows begin, or the call is refused."""
+    for channels, dtype, threads in (
+        (1024, "float32", 256), (2048, "float16", 256), (8200, "bfloat16", 1025), (4097, "float32", 4097),
+        (1021, "bfloat16", 1021), (8198, "bfloat16", 4099),
+    ):  # fmt: skip
+        for op in PARTS[-2:]:
+            given = {"b": (2,), "m": 5, "n": channels, "g": 1}
+            arrays = {name: kernel_calls.Array(t.of(given), dtype if t.dtype == "T" else "float32")
+                      for name, t in op.inputs.items()}  # fmt: skip
+            if threads > MAX_THREADS:
+                with pytest.raises(ValueError, match=f"A group has {channels} channels, which takes {threads} threads"):
+                    bind(op, arrays)
+                continue
+            for address in (0, ITEMSIZE[dtype]):
+                where = {"x": Memory((5 * channels, channels, 1), address)}
+                assert plan(bind(op, arrays), where, parse("sm_90a")).variant.config["threads"] <= MAX_THREADS
 
 
 def test_an_example_does_not_depend_on_the_others() -> None:

@@ -6,6 +6,7 @@ cases.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,9 +15,10 @@ from cute_ops.declaration.binding import Binding
 from cute_ops.declaration.case import Case
 from cute_ops.declaration.config import Tuning
 from cute_ops.declaration.op import Op
-from cute_ops.declaration.shapes import FLOATS
+from cute_ops.declaration.shapes import FLOATS, ITEMSIZE
 from cute_ops.declaration.tensor import Tensor
 from cute_ops.expressions.tracing import trace
+from cute_ops.hardware import MAX_THREADS, VECTOR_BYTES
 from cute_ops.ops.expression.formula import ByAttrs, Formula, declare
 from cute_ops.ops.expression.fused import fused
 from cute_ops.ops.norm import group_config
@@ -271,10 +273,24 @@ def _check_groups(binding: Binding) -> str | None:
     return f"{groups} groups do not divide n={channels}." if groups < 1 or channels % groups else None
 
 
+def _check_examples(binding: Binding) -> str | None:
+    if problem := _check_groups(binding):
+        return problem
+    group = binding.dims["n"] // (binding.attrs.get("groups") or binding.dims["g"])
+    if not isinstance(group, int):
+        return None
+    threads = group // math.gcd(group, VECTOR_BYTES // ITEMSIZE[binding.dtypes["T"]])
+    return (
+        f"A group has {group} channels, which takes {threads} threads of a CTA; at most {MAX_THREADS} are possible. "
+        "`group_norm_last` takes groups of any size."
+        if threads > MAX_THREADS else None
+    )  # fmt: skip
+
+
 _TILE, _OF_EACH = Tensor("*b m n", "T"), Tensor("*b g", "float32")
 _OF_CHANNELS = {"weight": Tensor("n", "W", optional=True), "bias": Tensor("n", "B", optional=True)}
 _OF_EXAMPLES: dict[str, Any] = {
-    "dtypes": {"T": FLOATS, "W": FLOATS, "B": FLOATS}, "check": _check_groups,
+    "dtypes": {"T": FLOATS, "W": FLOATS, "B": FLOATS}, "check": _check_examples,
 }  # fmt: skip
 group_norm_examples = Op(
     "group_norm_examples", inputs={"x": _TILE, **_OF_CHANNELS},
