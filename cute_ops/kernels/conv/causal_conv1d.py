@@ -363,6 +363,7 @@ class Backward(Walk):
         names = "x", "dout", "dx", "initial_state", "dfinal_state", "dinitial_state"
         rows = self.rows(tensors, names, span)
         last = cutlass.min(end + self.taps, seqlen)
+        self.taken()  # the last stages of the span before
         self.start(ring, rows, start, last)
         xs = self.window(tensors.x.element_type, start, rows)
         # For every sequence again: before them all, the first rows would be fetched once the weights are there.
