@@ -536,6 +536,7 @@ print("SIGCHLD" in seen["ignored"], seen["blocked"], "the compiler died without 
     assert program(code) == "False 0 True\n"
 
 
+@pytest.mark.slow
 @pytest.mark.fault("a program has no standard input, output and error, like a daemon", "everything compiles", "nothing")
 def test_a_program_without_standard_files() -> None:
     code = """
@@ -547,6 +548,7 @@ os.write(kept, compiled("Raising", n=32).encode())
     assert "n is 32" in program(code)
 
 
+@pytest.mark.slow
 @pytest.mark.fault(
     "a program closes files that it did not open", "an error that says so; the next compile starts another process",
     "that compile",
@@ -566,6 +568,7 @@ for n in (32, 64, 96):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.fault(
     "a program gives up root's rights after a compile", "no process with root's rights compiles for it", "nothing",
 )  # fmt: skip
@@ -581,6 +584,7 @@ print(told()["user"])
     assert program(code, "-Wignore::ResourceWarning") == "54321\n"
 
 
+@pytest.mark.slow
 @pytest.mark.fault("a program ends, or calls exec, while a thread compiles", "its compiler ends", "nothing")
 @pytest.mark.parametrize("way", ["sys.exit()", "os.execv('/bin/sleep', ['sleep', '600'])"], ids=["exit", "exec"])
 def test_a_program_that_ends_while_a_thread_compiles(begun: Callable[[], int], way: str) -> None:
@@ -594,6 +598,7 @@ def test_a_program_that_ends_while_a_thread_compiles(begun: Callable[[], int], w
         process.communicate()
 
 
+@pytest.mark.slow
 def test_a_process_outlives_the_thread_that_started_it(worker: Pool) -> None:
     """As it would not where the kernel's signal at a parent's death was asked for."""
 
@@ -633,6 +638,7 @@ print(compiled("Waiting", n=32))
     assert "n is 32" in program(code)
 
 
+@pytest.mark.slow
 @pytest.mark.fault(
     "Python's executable disappears while a program runs, as when an environment is rebuilt", "another Python compiles",
     "nothing",
@@ -641,6 +647,7 @@ def test_an_interpreter_that_is_gone() -> None:
     assert "n is 32" in program("sys.executable = '/nowhere/bin/python3'\nprint(compiled('Raising', n=32))")
 
 
+@pytest.mark.slow
 @pytest.mark.fault("sys.path has 300 kB and folders with colons and line breaks", "everything compiles", "nothing")
 def test_a_long_search_path_with_odd_names(tmp_path: Path) -> None:
     for name in ("a:b", "a\nb"):
@@ -655,6 +662,7 @@ print(compiled("Raising", n=32, module="quick_58"), compiled("Raising", n=64, mo
     assert "n is 32" in said and "n is 64" in said
 
 
+@pytest.mark.slow
 @pytest.mark.fault(
     "the temporary folder is deleted under a running program", "everything compiles, in memory", "nothing"
 )

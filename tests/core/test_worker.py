@@ -38,6 +38,7 @@ def works(worker: Pool, variant: Variant, folder: Path) -> bool:
     return path.read_bytes().startswith(b"\x7fELF")
 
 
+@pytest.mark.slow
 def test_compiles_without_a_gpu(worker: Pool, variant: Make, tmp_path: Path) -> None:
     assert works(worker, variant(), tmp_path)
 

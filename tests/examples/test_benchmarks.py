@@ -816,6 +816,7 @@ def test_parts_of_products(form: str, tmp_path: Path, monkeypatch: pytest.Monkey
     assert waits[-1] < waits[-2] == waits[0]  # of the last nobody gives a slot back
 
 
+@pytest.mark.slow
 def test_readings_of_products(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor_cores, "HOT_SECONDS", 0.3)
     table = common.Table(tmp_path / "tensor_cores.csv", tensor_cores.COLUMNS)

@@ -75,6 +75,7 @@ def test_the_tour_names_ten_files_and_what_is_in_them() -> None:
         assert [name for name in names if not re.search(rf"\b{name}\b", code)] == []
 
 
+@pytest.mark.slow
 def test_ops_are_documented() -> None:
     assert make_ops.PAGE.read_text(encoding="utf-8") == make_ops.page(), "run python docs/make_ops.py"
     assert make_ops.README.read_text(encoding="utf-8") == make_ops.readme(), "run python docs/make_ops.py"

@@ -40,6 +40,7 @@ def test_the_trainer_learns() -> None:
     assert second < first
 
 
+@pytest.mark.slow
 def test_adapters_learn_the_same_on_a_model_that_is_not_patched(monkeypatch: pytest.MonkeyPatch) -> None:
     losses = lora.main(["--steps", "4"])
     assert losses[-1] < losses[0]

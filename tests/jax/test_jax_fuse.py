@@ -256,6 +256,7 @@ def test_names_hide_nothing_and_policies_save_what_they_saved() -> None:
         same(*(grad(*args) for grad in grads))
 
 
+@pytest.mark.slow
 def test_row_vectors_with_more_dims() -> None:
     """Biases and weights of norms ``[1, 1, n]``."""
     up, down, b_up, b_down, w = draw(N, 8), draw(8, N), draw(1, 1, 8), draw(1, N), draw(1, 1, N)

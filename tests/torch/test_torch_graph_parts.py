@@ -571,6 +571,7 @@ WINDOWS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], tuple[bool, int, in
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.drawn(0.6)
 @pytest.mark.parametrize("name", WINDOWS)
 def test_windows(name: str) -> None:
@@ -679,6 +680,7 @@ def test_embeddings(padding: int | None) -> None:
     compare(lambda w: F.embedding(tokens, w, padding).sin(), made(37, K, seed=0), found={"embedding": 1})
 
 
+@pytest.mark.slow
 def test_embeddings_that_stay() -> None:
     tokens, table = torch.tensor([[1, 3, 3, 0]]), made(37, K, seed=0)
     for call in (lambda w: F.embedding(tokens, w.detach()), lambda w: F.embedding(tokens, w, scale_grad_by_freq=True)):
@@ -805,6 +807,7 @@ WRITTEN: dict[str, tuple[Callable[..., Tensor], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("form", "batch"), [*((form, 2) for form in WRITTEN), ("causal", 1)])
 def test_attention_that_is_written_out_becomes_attention(form: str, batch: int) -> None:
     function, said = WRITTEN[form]
@@ -812,6 +815,7 @@ def test_attention_that_is_written_out_becomes_attention(form: str, batch: int) 
     assert [entry.what for entry in entries if entry.becomes == "attention"] == [said]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["dropout", "mask of data", "weights that are read"])
 def test_what_attention_does_not_compute_stays(form: str) -> None:
     def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -80,12 +80,14 @@ def test_the_check_itself_sees_an_import(run: Run) -> None:
     assert loaded(run, "import array_api_compat", FORBIDDEN) != "[]"
 
 
+@pytest.mark.slow
 def test_calls_and_gradients_on_the_cpu_need_no_compiler(run: Run) -> None:
     forbidden = tuple(n for n in FORBIDDEN if n != "array_api_compat")
     then = "x = torch.ones(2, 8, requires_grad=True); cute_ops_torch.rmsnorm(x).sum().backward()"
     assert loaded(run, then, forbidden) == "[]"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", [True, False])
 def test_ops_take_dtensors_whoever_is_imported_first(before: bool, run: Run) -> None:
     looks = "import importlib.util; importlib.util.find_spec('torch.distributed.tensor')"  # without importing it

@@ -76,6 +76,7 @@ def test_batches_of_raw_ops() -> None:
         torch.testing.assert_close(gradient, sum(same[1:], same[0]).cos())
 
 
+@pytest.mark.slow
 def test_an_exported_program_keeps_the_op_with_lists() -> None:
     class Sum(torch.nn.Module):
         def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -213,6 +213,7 @@ def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "cache" / "meanings"
 
 
+@pytest.mark.slow
 def test_meanings_are_kept_on_disk(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     traces: list[nn.Module] = []
     trace = meaning.meaning_of
@@ -298,6 +299,7 @@ def test_a_function_that_is_replaced_afterwards_runs() -> None:
     torch.testing.assert_close(gate(x), gate.out(F.relu(gate.one(x)) * gate.two(x)))  # type: ignore[misc]
 
 
+@pytest.mark.slow
 def test_two_sizes_and_eps_of_one_class() -> None:
     model = nn.Sequential(
         nn.Embedding(7, N), Norm("squeezed", eps=1e-3), nn.Linear(N, 8), Norm("squeezed", n=8, eps=1.0)

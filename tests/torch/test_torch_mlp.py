@@ -151,6 +151,7 @@ def test_a_batch_runs_once(biased: bool, save: str, transposed: bool) -> None:
             torch.testing.assert_close(got, torch.stack([each[place] for each in exact]), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_compiled_call() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(cute_ops_torch.mlp, fullgraph=True, dynamic=True, backend="aot_eager")

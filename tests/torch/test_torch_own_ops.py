@@ -80,6 +80,7 @@ def test_a_row_kernel_with_any_value_of_its_attribute() -> None:
     assert "own_softcap" not in check(other, (SOFTCAP,), torch.randn(3, N), backend=through_autograd)
 
 
+@pytest.mark.slow
 def test_what_is_kept_for_the_gradient_need_not_be_in_the_model() -> None:
     """Nor must a reference's reductions keep their dim: the op of docs/row_kernel.md."""
     scale = Tensor("*m", "float32", hidden=True)

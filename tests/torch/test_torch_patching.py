@@ -439,6 +439,7 @@ def count_fused(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "added"),
     [("Llama", 2), ("Mistral", 2), ("Gemma", 0), ("Qwen2", 2), ("Qwen3", 2)],
