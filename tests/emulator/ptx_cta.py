@@ -296,7 +296,12 @@ class Cta:
                     block[places] = self.read(name)[here].astype(f"u{size}")[:, None].view(np.uint8)
 
     def vote(self, op: tuple[str, ...], operands: list[list[str]], now: np.ndarray) -> None:
-        """What the lanes of a warp that are here say of a predicate: a bit of each, or whether it is true of all."""
+        """What the lanes of a warp say of a predicate: a bit of each, or whether it is true of all. Where some have
+        gone another way, the others wait for them for ever.
+        """
+        here = now.reshape(-1, LANES)
+        if (here.any(axis=1) != here.all(axis=1)).any():
+            raise RuntimeError(f"hangs: {'.'.join(op)} of a part of a warp")
         true = (self.read(operands[1][0]) != 0) & now
         if "all" in op:
             found = np.repeat((true == now).reshape(-1, LANES).all(axis=1), LANES).astype(np.int64)

@@ -392,7 +392,7 @@ class Weights:
         """
         if cutlass.const_expr(not self.mods.is_changed_by_column):
             self._in_steps(rS, rWeights, place, lse, whole)
-        elif whole & (place.last_query < place.sizes.seqlen_q):
+        elif self._is_inside(place, whole):
             if cutlass.const_expr(self.near):
                 if self._is_near(rS):
                     self._by_polynomial(rS, rWeights, lse)
@@ -402,6 +402,10 @@ class Weights:
                 self._by_column(rS, rWeights, place, lse)
         else:
             self._in_steps(rS, rWeights, place, lse, whole)
+
+    def _is_inside(self, place, whole):
+        """Whether nothing of a warp is left out. Its lanes go one way: both ways have votes of all of them."""
+        return cute.arch.vote_all_sync(whole & (place.last_query < place.sizes.seqlen_q))
 
     def _is_near(self, rS):
         """Whether polynomials are accurate enough for all products of a warp."""
