@@ -87,6 +87,7 @@ def test_a_log_sum_exp_of_16_bits_is_as_right_as_one_of_32(adapter: Adapter) -> 
     np.testing.assert_allclose(out, np.log(np.exp(x.astype(np.float64)).sum(-1, keepdims=True)), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["plain", "compiled", "functional"])
 def test_gradients_of_what_is_expanded_are_rounded_once(adapter: Adapter, way: str) -> None:
     def modulate(xp, x, scale, shift):

@@ -93,6 +93,7 @@ def test_programs_and_batches(adapter: Adapter) -> None:
         assert run(adapter.array(x[0, :0])).shape == (0, 4, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("last", [False, True], ids=["first", "last"])
 def test_gradients_of_batches(adapter: Adapter, last: bool) -> None:
     """Under vmap each example has the gradients of a call of its own: equinox maps modules over examples."""

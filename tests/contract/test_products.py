@@ -45,6 +45,7 @@ def test_a_packed_weight_of_no_columns(adapter: Adapter, name: str, compiled: bo
         assert not dx.any() and [g.shape for g in others] == [*shapes[1:]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("save", ["pre", "none"])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("kind", ["bias", "gelu", "swiglu", "halves"])

@@ -143,6 +143,7 @@ def test_what_positions_refuse(adapter: Adapter, options: dict[str, Any], text: 
         adapter.ours.rope_from_positions(x, at, **options)
 
 
+@pytest.mark.slow
 def test_positions_in_programs_and_batches(adapter: Adapter) -> None:
     """Compiled, abstract, under vmap and of other dtypes, a rotation by positions is what it is; positions and
     frequencies have no gradient.

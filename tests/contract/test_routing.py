@@ -170,6 +170,7 @@ def test_the_balance_of_weighted_tokens(adapter: Adapter, number: int) -> None:
     assert np.abs(slope.astype(np.float64) - exact).max() <= limit
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weighted", [False, True])
 def test_rows_of_experts_that_no_token_has(adapter: Adapter, weighted: bool) -> None:
     """Padded experts: the gradient of these rows is zero, whatever they hold."""

@@ -262,6 +262,7 @@ def test_slopes_of_soft_caps_at_scores_of_all_sizes(cap: float) -> None:
     np.testing.assert_allclose(slope, 1 - np.tanh(x.astype(np.float64) / cap) ** 2, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 @products.emulated
 @pytest.mark.parametrize("call", [*FORWARD, ONE_STAGE], ids=lambda call: call.name)
 def test_results(call: Call, tmp_path: Path) -> None:

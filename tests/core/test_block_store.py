@@ -23,6 +23,7 @@ NAMES = ("softmax", "add_rmsnorm", "sum_bwd", "scaled_fp8", "probabilities", "un
 BY_NAME = {op.name: op for each in (*OPS, *PARTS, *MODELS, *REDUCING) for op in (each, each.grad) if isinstance(op, Op)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_of_some_ctas(name: str) -> None:
     """Races are watched for; the last CTA has fewer rows, which end inside a vector."""
@@ -33,6 +34,7 @@ def test_rows_of_some_ctas(name: str) -> None:
             kernel_calls.check(kernel_calls.made(BY_NAME[name], rows, n, dtype, "compact", rng), n < 100)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["add_rmsnorm", "sum_bwd"])
 def test_no_store_but_the_last_is_of_part_of_a_vector(name: str, tmp_path: Path) -> None:
     op = BY_NAME[name]

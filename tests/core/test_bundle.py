@@ -479,6 +479,7 @@ def test_what_somebody_put_into_a_bundle_is_kept(made: Path, tmp_path: Path, cac
         build.build(CALLS[:1], TARGETS[:1], again)
 
 
+@pytest.mark.slow
 def test_a_cache_that_holds_no_whole_bundle(
     tmp_path: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -529,6 +529,7 @@ def test_what_is_in_use_is_not_evicted(cache_folder: Path, variant: Make, monkey
     assert {v.dims["n"] for v, _, _ in cache.entries()} == {128}
 
 
+@pytest.mark.slow
 @pytest.mark.fault(
     "the clock jumps, forwards or backwards",
     "everything loads; a file time in the future does not keep a kernel for ever", "at most a compile",

@@ -178,6 +178,7 @@ def every_primitive(xp: Any, x: Any, bias: Any, scale: Any, packed: Any) -> Any:
     return xp.where(some, least, packed[..., :n])
 
 
+@pytest.mark.slow
 def test_every_primitive_compiles_at_its_cost(instructions: Callable[[str], list[str]]) -> None:
     expression = trace(every_primitive, WIDE)
     assert {node.primitive for node in expression.nodes} >= {*POINTWISE} - {*BRANCHING}

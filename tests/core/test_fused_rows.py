@@ -277,6 +277,7 @@ def test_sums_that_nothing_waits_for_take_many_threads() -> None:
     assert found == [(384, 2, 1), (512, 2, 1), (544, 2, 1), (512, 1, 1)]
 
 
+@pytest.mark.slow
 def test_ctas_of_a_row_without_reductions_run_on_any_sm(monkeypatch: pytest.MonkeyPatch) -> None:
     """They exchange nothing, so that none is left out because a cluster must lie within a group of SMs."""
     made = fused(lambda xp, x, shift: xp.softplus(x + shift), operands={"x": TILE, "shift": "n"}, name="shifted")

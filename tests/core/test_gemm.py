@@ -483,6 +483,7 @@ def test_what_was_wrong_in_other_kernels(form: Any, on_cpu: Callable[..., Any]) 
     np.testing.assert_array_equal(out, exact)
 
 
+@pytest.mark.slow
 @pytest.mark.drawn(0.4)
 @products.emulated
 @pytest.mark.parametrize(

@@ -66,6 +66,7 @@ def test_passes_compute_the_reference(op: Op) -> None:
             kernel_calls.check(kernel_calls.made(made, 5, n, dtype, layout, np.random.default_rng(n)))
 
 
+@pytest.mark.slow
 @pytest.mark.drawn(0.4)
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_80"])
 @each

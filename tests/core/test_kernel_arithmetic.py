@@ -180,6 +180,7 @@ def test_convolutions_of_any_length(op: Op, width: int) -> None:
         kernel_calls.check(call._replace(tile=config and config.flat()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", CONV, ids=lambda op: op.name)
 def test_warps_of_a_convolution_wait_for_what_other_threads_copy(op: Op) -> None:
     """Channels a warp apart, on rows that start anywhere: threads take elements out of units that others copied."""

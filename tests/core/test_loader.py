@@ -50,6 +50,7 @@ def test_kernels_of_any_dtype_are_compiled_and_take_it(cache_folder: Path, varia
         loader.preload(function, variant(), 0)
 
 
+@pytest.mark.slow
 def test_preload_checks_arguments(cache_folder: Path, variant: Make) -> None:
     """The test above means something only if wrong arguments are refused before."""
     function = cache.get(variant())

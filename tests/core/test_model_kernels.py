@@ -112,6 +112,7 @@ def test_the_largest_of_many_equal_numbers(n: int, k: int, dtype: str) -> None:
         np.testing.assert_array_equal(values[:, part].astype(np.float64), np.take_along_axis(wide, expected, -1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", GATHERED, ids=lambda op: op.name)
 def test_rows_that_an_index_names(op: Op) -> None:
     rng = np.random.default_rng(7)

@@ -500,6 +500,7 @@ def test_a_tilde_is_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         cache_dir.folder()
 
 
+@pytest.mark.slow
 @pytest.mark.fault("kill -9 of a program while it compiles", "the next compile deletes its files", "nothing")
 @pytest.mark.parametrize("cached", [True, False], ids=["cache folder", "temporary folder"])
 def test_what_a_killed_compile_left(tmp_path: Path, begun: Callable[[], int], cached: bool) -> None:

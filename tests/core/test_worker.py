@@ -43,6 +43,7 @@ def test_compiles_without_a_gpu(worker: Pool, variant: Make, tmp_path: Path) -> 
     assert works(worker, variant(), tmp_path)
 
 
+@pytest.mark.slow
 def test_a_failing_kernel_is_reported(worker: Pool, variant: Make, tmp_path: Path) -> None:
     with pytest.raises(CompileError) as caught:
         worker.compile(variant("Broken"), tmp_path / "a.so")

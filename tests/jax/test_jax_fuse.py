@@ -344,6 +344,7 @@ def test_a_table_that_devices_share() -> None:
     same(jax.jit(jax.grad(loss(cute_ops_jax.fuse(function))))(placed), jax.grad(loss(function))(table))
 
 
+@pytest.mark.slow
 def test_complex_numbers_stay() -> None:
     """Those of a recurrence, or of a rotation, and numbers that a program has of them."""
 

@@ -562,6 +562,7 @@ def test_labels_of_any_integers(dtype: str) -> None:
     check(picks, ["linear_cross_entropy"], HIDDEN, wide)
 
 
+@pytest.mark.slow
 def test_one_hot_rows_of_more_classes_than_a_dtype_counts() -> None:
     """Places of 320 classes in int8 repeat, so a row has several ones: it is no loss of ours."""
     wide, target = jnp.tile(WEIGHT, (40, 1)) * 0.1, TARGET.astype("int8")

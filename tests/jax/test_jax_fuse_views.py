@@ -60,6 +60,7 @@ def test_mlps_whose_hidden_values_get_other_rows(name: str) -> None:
     assert ("gated_mlp" in made) == is_one
 
 
+@pytest.mark.slow
 def test_halves_of_a_product_with_one_more_dim() -> None:
     """Whose last dim is one number, as those of a product with columns of ``x[..., None]``."""
 
@@ -73,6 +74,7 @@ def test_halves_of_a_product_with_one_more_dim() -> None:
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_gradients_of_copies_in_two_dtypes() -> None:
     def function(x: jax.Array, y: jax.Array) -> jax.Array:
         return jnp.tanh(jax.nn.silu(jnp.broadcast_to(x, (2, 4, 8))) * jnp.broadcast_to(y, (2, 4, 8)))

@@ -220,6 +220,7 @@ def test_calls_broadcast_as_those_of_jax(shapes: tuple[Any, ...]) -> None:
     np.testing.assert_allclose(jax.jit(by_call)(*given), exact[0], rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.slow
 def test_tiles_that_are_all_expanded_and_have_several_dtypes() -> None:
     x, y = (a.astype(dtype) for a, dtype in zip(drawn((3, 1, 8), (1, 4, 8)), ("float32", "bfloat16"), strict=True))
     exact = value_and_gradients(plainly, x, 0.5, y.astype("float32"))

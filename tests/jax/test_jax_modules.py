@@ -65,6 +65,7 @@ def test_nnx_modules_without_parameters(nnx: Any, x: np.ndarray, close: Close) -
     close(LayerNorm(N, use_bias=False, use_scale=False, rngs=nnx.Rngs(0))(x), cute_ops_jax.layernorm(x, eps=1e-6))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("activation", "function"),
     [("silu", jax.nn.silu), ("gelu", lambda x: jax.nn.gelu(x, False)), ("gelu_tanh", jax.nn.gelu)],

@@ -145,6 +145,7 @@ def test_one_all_reduce_of_one_weight(through_ffi: Any) -> None:
     assert re.search(r"f32\[6\]\S* all-reduce\(", text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 def test_the_load_of_experts_is_that_of_all_rows(kind: AxisType) -> None:
     x = np.random.default_rng(0).standard_normal((*LEAD, 8)).astype(np.float32)

@@ -188,6 +188,7 @@ def test_decoding_copies_no_cache(through_ffi: Any) -> None:
         np.testing.assert_array_equal(got, right)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("explicit", [False, True], ids=["automatic", "explicit"])
 def test_devices_write_their_heads_of_caches(explicit: bool, through_ffi: Any, fake_kernels: Any) -> None:
     kind = jax.sharding.AxisType.Explicit if explicit else jax.sharding.AxisType.Auto

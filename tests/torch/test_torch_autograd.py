@@ -388,6 +388,7 @@ class Names(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["eager", "checkpoint", "inductor"])
 @pytest.mark.parametrize(("frozen", "suffix"), [((), ""), (("bias",), "_dweight"), (("weight", "bias"), "")])
 @pytest.mark.parametrize("name", ["rmsnorm", "add_rmsnorm", "layernorm"])

@@ -630,6 +630,7 @@ def test_attention_that_stays() -> None:
     compare(interleaved, x, *weights, found={"attention": 1})  # of keys as they were repeated
 
 
+@pytest.mark.slow
 def test_biases_of_scores() -> None:
     """One that is looked up with its heads last, as T5's, reaches torch's attention with rows in one piece: its fused
     kernels take no other.

@@ -399,6 +399,7 @@ def test_drawn_parameters(device: str, maximize: bool, monkeypatch: pytest.Monke
         torch.testing.assert_close(p.double(), q, rtol=limit, atol=limit, msg=lambda m: f"seed {seed}: {m}")
 
 
+@pytest.mark.slow
 def test_a_step_in_a_compiled_function() -> None:
     """Dynamo leaves it out: traced, it was compiled anew for each number of steps, up to Dynamo's limit."""
     weight = nn.Parameter(torch.ones(3, 4))

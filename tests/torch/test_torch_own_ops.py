@@ -92,6 +92,7 @@ def test_what_is_kept_for_the_gradient_need_not_be_in_the_model() -> None:
     assert check(function, (op,), torch.randn(3, N), backend=through_autograd) == ["own_unit"]
 
 
+@pytest.mark.slow
 def test_a_product_of_ones_own() -> None:
     x, w, b = torch.randn(2, 3, N), torch.randn(8, N), torch.randn(8)
     function = lambda x, w, b: 8 * torch.tanh(F.linear(x, w, b) * 0.125)  # noqa: E731

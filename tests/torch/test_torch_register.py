@@ -84,6 +84,7 @@ def test_outputs_may_have_any_name(output: str) -> None:
     assert x.grad is not None and x.grad.eq(2).all()
 
 
+@pytest.mark.slow
 def test_names_that_read_alike_stay_apart_in_compiled_code() -> None:
     """Of my.ops_norm and my_ops.norm, and of an op that is called as another one's CPU kernel was."""
     made = [("my", "ops_norm", 2), ("my_ops", "norm", 3), ("my", "x", 5), ("my", "x_cpu", 7)]
