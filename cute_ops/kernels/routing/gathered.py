@@ -115,11 +115,25 @@ class NamedRows:
             trim(rX, first, Int32(self.n))
         return widen(rX)
 
-    def store_dots(self, mDots, rDots, row, t, here):
-        """Add up dot products over the threads of a row, a warp or a part of one, and store them."""
+    def begin_dots(self, mDots):
+        """A thread's row and its place in it, the row that it reads, and zeros to add dot products to.
+
+        Past the last row it reads the last one again: all lanes of a warp exchange their sums.
+        """
+        row, t = self.here()
+        wait_for_previous(self.pdl)
+        let_next_start(self.pdl)
+        return row, t, cutlass.min(row, extent(mDots, 0) - 1), fragment(Float32, self.k, 0.0)
+
+    def add_dot(self, rDots, j, rX, wide, first):
+        """Add the product of a vector and one in fp32 to the j-th dot product."""
+        rDots[j] = rDots[j] + (self.inside(rX, first) * wide).reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+
+    def store_dots(self, mDots, rDots, row, t):
+        """Add up dot products over the threads of a row, a warp or a part of one, and store those of rows there are."""
         share = self.config.threads_per_row
         totals = [cute.arch.warp_reduction(rDots[j], operator.add, threads_in_group=share) for j in range(self.k)]
-        self._store_totals(mDots, totals, row, (t == 0) & here)
+        self._store_totals(mDots, totals, row, (t == 0) & (row < extent(mDots, 0)))
 
     @cute.jit
     def _store_totals(self, mDots: cute.Tensor, totals: cutlass.Constexpr, row: Int64, here: Boolean):
@@ -240,18 +254,12 @@ class GatheredDots(NamedRows):
 
     @cute.kernel
     def kernel(self, mY, mIndex, mDout, mDots):
-        row, t = self.here()
-        wait_for_previous(self.pdl)
-        let_next_start(self.pdl)
-        count = extent(mDots, 0)
-        # Past the last row it is taken again: all lanes of a warp exchange their sums.
-        place = cutlass.min(row, count - 1)
-        rDots = fragment(Float32, self.k, 0.0)
-        sources, there = self.named(mIndex, "index", place, extent(mY, 0))
+        row, t, own, rDots = self.begin_dots(mDots)
+        sources, there = self.named(mIndex, "index", own, extent(mY, 0))
         nan_unless(there, rDots)
         for start in cutlass.range(0, self.columns, self.step * self.config.unroll, unroll=1):
-            self._step(mY, mDout, sources, place, rDots, self.firsts(start, t, place))
-        self.store_dots(mDots, rDots, row, t, row < count)
+            self._step(mY, mDout, sources, own, rDots, self.firsts(start, t, own))
+        self.store_dots(mDots, rDots, row, t)
 
     def _step(self, mY, mDout, sources, row, rDots, firsts):
         """Add some vectors' products."""
@@ -260,7 +268,7 @@ class GatheredDots(NamedRows):
         for first, rD, vectors in zip(firsts, others, held):
             d = self.inside(rD, first)
             for j, rX in enumerate(vectors):
-                rDots[j] = rDots[j] + (self.inside(rX, first) * d).reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+                self.add_dot(rDots, j, rX, d, first)
 
 
 class ScatteredDots(NamedRows):
@@ -280,18 +288,12 @@ class ScatteredDots(NamedRows):
 
     @cute.kernel
     def kernel(self, mY, mPlace, mDout, mWeights, mDy, mDots):
-        row, t = self.here()
-        wait_for_previous(self.pdl)
-        let_next_start(self.pdl)
-        count = extent(mDots, 0)
-        # Past the last row it is taken again, but not stored: all lanes of a warp exchange their sums.
-        own = cutlass.min(row, count - 1)
-        rDots = fragment(Float32, self.k, 0.0)
+        row, t, own, rDots = self.begin_dots(mDots)
         targets, _ = self.named(mPlace, "place", own, extent(mY, 0))
         tensors, known = (mY, mDout, mDy), (targets, self.numbers(mWeights, "weights", own))
         for start in cutlass.range(0, self.columns, self.step * self.config.unroll, unroll=1):
-            self._step(tensors, known, (own, Boolean(row < count)), rDots, (start, t))
-        self.store_dots(mDots, rDots, row, t, row < count)
+            self._step(tensors, known, (own, Boolean(row < extent(mDots, 0))), rDots, (start, t))
+        self.store_dots(mDots, rDots, row, t)
 
     def _step(self, tensors, known, where, rDots, vectors):
         """Take some vectors: all places' from the same column on, unless rows are moved to where each one starts."""
@@ -310,6 +312,6 @@ class ScatteredDots(NamedRows):
         for first, rD, vectors in zip(firsts, own, held):
             d = self.inside(rD, first)
             for j, rX in zip(places, vectors):
-                rDots[j] = rDots[j] + (self.inside(rX, first) * d).reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+                self.add_dot(rDots, j, rX, d, first)
                 rOut = narrow(d * weights[j], mDy.element_type, self.vec)
                 self.store(rOut, mDy, "dy", targets[j], first, here)
