@@ -24,7 +24,7 @@ NAME = "name"  # the primitive of checkpoint_name, which also names the outputs 
 def answers_of(
     policy: Policy, equations: Sequence[JaxprEqn], call: Callable[..., Any], reads: Sequence[Any], roots: Sequence[Node]
 ) -> dict[str, Any]:
-    """What a policy says, by name, of the outputs of the ops that run in place of some equations.
+    """A checkpoint policy's answers, by name, for the named outputs of ops that run in place of some equations.
 
     Args:
         policy: the program's.

@@ -313,7 +313,7 @@ def _computes(part: Part) -> Iterator[Node]:
 
 
 def _below_views(node: Node, stop: Container[Node]) -> Node:
-    """What a node is a view of, up to one of some nodes."""
+    """The node that reshapes and transposes lead back to from a node; a node in ``stop`` ends the way."""
     while node not in stop and node.op in ("reshape", "transpose"):
         node = node.args[0]
     return node

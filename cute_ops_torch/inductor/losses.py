@@ -236,7 +236,7 @@ def _chunk_rows(graph: Graph, node: Node, hidden: Any, weight: Any) -> int | Non
     every = [*values, *itertools.chain(*layers)]
     if not torch.is_grad_enabled() or any(t is None or not all(isinstance(s, int) for s in t.shape) for t in every):
         return None
-    # What a frozen down projection multiplies is needed by none.
+    # The backward of a frozen down projection does not need the products that the projection multiplies.
     sizes = ((x.numel(), gate.numel(), x.shape[-1]) for x, gate, down in layers if down.requires_grad)  # type: ignore[union-attr]
     saved = sum(elements * weights // max(k, 1) ** 2 for elements, weights, k in sizes)
     return rows_in_saved(saved, max(values[1].shape[0], 1), values[0].numel())  # type: ignore[union-attr]

@@ -34,7 +34,7 @@ FEW_ROUTED, ROUTED, MANY_ROUTED = (128, 6), (256, 2), (128, 3)
 PLACES_THREADS, FEW_CLASSES = 512, 512
 # Vectors of a thread that adds up rows.
 GATHERED_VECTORS = 4
-# The same of a token's rows, where gradients of these and of weights are computed.
+# Vectors of a thread that computes the gradients of a token's rows and of their weights, of all these rows at a time.
 DOTS_VECTORS = 16
 
 
