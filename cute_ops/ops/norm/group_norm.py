@@ -268,15 +268,20 @@ def _examples_bwd(xp: Any, x: Any, dy: Any, mean: Any, rstd: Any, *given: Any, s
     return xp.moveaxis(dx, -1, -3).reshape(x.shape), *(a.reshape((*lead, n)) for a in sums)
 
 
+def _groups(binding: Binding) -> Any:
+    """How many groups: an attribute of the forward, a dim of its gradient's inputs."""
+    return binding.attrs.get("groups") or binding.dims["g"]
+
+
 def _check_groups(binding: Binding) -> str | None:
-    groups, channels = binding.attrs.get("groups") or binding.dims["g"], binding.dims["n"]
+    groups, channels = _groups(binding), binding.dims["n"]
     return f"{groups} groups do not divide n={channels}." if groups < 1 or channels % groups else None
 
 
 def _check_examples(binding: Binding) -> str | None:
     if problem := _check_groups(binding):
         return problem
-    group = binding.dims["n"] // (binding.attrs.get("groups") or binding.dims["g"])
+    group = binding.dims["n"] // _groups(binding)
     if not isinstance(group, int):
         return None
     threads = group // math.gcd(group, VECTOR_BYTES // ITEMSIZE[binding.dtypes["T"]])
