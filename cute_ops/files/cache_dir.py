@@ -94,7 +94,7 @@ def write_whole(where: Path, files: Mapping[str, bytes], mode: int = 0o600) -> N
     """Write files into a folder, one after the other, each to a temporary file that is flushed and renamed. Readers see
     a complete file or none, even after a power failure.
     """
-    file_lock.sweep(where)
+    file_lock.sweep(where, file_lock.AGAIN)
     for name, data in files.items():
         handle, temporary = file_lock.new_file(where, file_lock.WRITTEN)
         try:
@@ -167,7 +167,7 @@ class Use:
         file_lock.sweep(where)
         symbols: set[str] = set()
         with opened(where) as folder:
-            for path in where.glob(f"{file_lock.USED}*"):
+            for path in file_lock.listed(where, file_lock.USED):
                 with suppress(OSError, ownership.Untrusted):  # its process has just ended, or somebody else wrote it
                     symbols.update(folder.read(path.name).decode(errors="replace").split())
         return symbols

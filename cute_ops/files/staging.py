@@ -42,7 +42,7 @@ def _new(preferred: Path | None) -> tuple[int, Path]:
         places.insert(0, Path(tempfile.gettempdir()))
     for place in [*([preferred] if preferred else []), *dict.fromkeys(places)]:
         try:
-            file_lock.sweep(place)
+            file_lock.sweep(place, file_lock.AGAIN)
             handle, lock = file_lock.new_file(place, file_lock.STAGED)
         except OSError as error:
             problems.append(f"{place}: {error.strerror}")

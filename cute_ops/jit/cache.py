@@ -43,6 +43,10 @@ _building: dict[str, threading.Lock] = {}
 os.register_at_fork(after_in_child=_building.clear)  # the threads that compile exist in the parent only
 _guard = file_lock.between_threads()
 _storing = file_lock.between_threads()  # two threads that check for room at once would both take it
+# How many bytes a folder may hold by now: the sizes of its kernels when they were last read, which takes longer than a
+# store, and PROCESSES times what this process has stored since, as if so many stored as much.
+_bytes: dict[Path, int] = {}
+_PROCESSES = 32
 
 
 # How many kernels this process loaded from bundles, loaded from disk, and compiled.
@@ -327,8 +331,7 @@ def _store(where: Path, variant: Variant, built: Path, seconds: float) -> Path |
     data = built.read_bytes()
     record = {"variant": json.loads(variant.text), "sha256": hashlib.sha256(data).hexdigest(), "seconds": seconds}
     try:
-        with _storing:
-            _make_room(where, len(data))
+        with _room(where, len(data)):
             # The object comes last: a reader that finds it also finds its record.
             cache_dir.write_whole(where, {f"{path.stem}.json": json.dumps(record, indent=1).encode(), path.name: data})
     except OSError as error:
@@ -338,11 +341,30 @@ def _store(where: Path, variant: Variant, built: Path, seconds: float) -> Path |
     return path
 
 
-def _make_room(where: Path, size: int) -> None:
-    """Delete the least recently used kernels that no process uses, until one of this size fits into the limit."""
+@contextmanager
+def _room(where: Path, size: int) -> Iterator[None]:
+    """Have room for a kernel of this size, which the block writes: at once with other threads where the folder is far
+    from its limit, else alone.
+    """
+    with _storing:
+        share = _PROCESSES * size
+        if where not in _bytes or _bytes[where] + share > MAX_BYTES:
+            _bytes[where] = _make_room(where, size)
+            yield
+            return
+        _bytes[where] += share
+    yield
+
+
+def _make_room(where: Path, size: int) -> int:
+    """If a kernel of this size exceeds the limit, delete the least recently used ones that no process uses until a
+    sixteenth of the limit is free, so that few stores delete. Returns the bytes of all kernels with this one.
+    """
     now = time.time()
     found = []
-    for path in where.glob("cute_*.so"):
+    for path in file_lock.listed(where, "cute_"):
+        if path.suffix != ".so":
+            continue
         try:
             status = path.stat()
         except FileNotFoundError:
@@ -351,14 +373,15 @@ def _make_room(where: Path, size: int) -> None:
         found.append((status.st_mtime if status.st_mtime < now + 60 else 0.0, status.st_size, path))
     total = size + sum(other for _, other, _ in found)
     if total <= MAX_BYTES:
-        return
+        return total
     used = cache_dir.in_use.everywhere(where)
     for _, freed, path in sorted(found):
-        if total <= MAX_BYTES:
-            return
+        if total <= MAX_BYTES * 15 // 16:
+            break
         if path.stem not in used:
             _remove(path)
             total -= freed
+    return total
 
 
 def _remove(path: Path) -> None:

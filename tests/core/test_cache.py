@@ -509,6 +509,22 @@ def test_least_recently_used_kernels_go_first(
     assert kept == {32, 96}
 
 
+def test_few_stores_read_the_sizes_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit of a folder is kept although most stores list nothing."""
+    monkeypatch.setattr(cache, "MAX_BYTES", 20_000)
+    monkeypatch.setattr(cache, "_PROCESSES", 4)
+    looked, make_room = list[int](), cache._make_room
+    monkeypatch.setattr(cache, "_make_room", lambda *args: looked.append(make_room(*args)) or looked[-1])
+    for number in range(300):
+        with cache._room(tmp_path, 100):
+            path = tmp_path / f"cute_{number}.so"
+            path.write_bytes(b"x" * 100)
+            os.utime(path, (1e9 + number, 1e9 + number))
+    kept = sorted(int(file.stem.removeprefix("cute_")) for file in tmp_path.iterdir())
+    assert kept == list(range(300 - len(kept), 300)) and 187 <= len(kept) <= 200
+    assert len(looked) < 100 and max(looked) <= 20_000
+
+
 @pytest.mark.slow
 @pytest.mark.fault(
     "the cache folder outgrows its limit while programs run", "kernels that a running process has loaded stay",
