@@ -312,29 +312,37 @@ def _factors(group: dict[str, Any], step: int, device: torch.device) -> tuple[Te
 
 
 def _factors_on_device(group: dict[str, Any], steps: list[Tensor]) -> list[tuple[Tensor, ...]]:
-    """Factors of a step for each parameter, from steps that the device counts, in as few launches as PyTorch can.
-
-    In float32, ``expm1`` gives ``beta^t - 1`` to the last place also where ``beta^t`` is nearly 1.
-    """
-    lr, decay = group["lr"], float(group["weight_decay"])
-    rates = [math.log(beta) if beta else -math.inf for beta in map(float, group["betas"])]
-    found: dict[int, tuple[Tensor, ...]] = {}
+    """Factors of a step for each parameter, from steps that the device counts, in two launches for all of them."""
+    lr, decay, found = group["lr"], float(group["weight_decay"]), dict[int, tuple[Tensor, ...]]()
+    # At least -200, of which the exponential is 0 in float32: infinity times 0 would be no number.
+    log1, log2 = [max(math.log(beta), -200.0) if beta else -200.0 for beta in map(float, group["betas"])]
     for device in {step.device for step in steps}:
         places = [i for i, step in enumerate(steps) if step.device == device]
         count = torch.stack([steps[i] for i in places]) if len(places) > 1 else steps[places[0]].view(1)
-        both = torch._foreach_mul([count.float()] * 2, rates)
-        torch._foreach_expm1_(both)
-        torch._foreach_reciprocal_(both)
         if isinstance(lr, Tensor):
             rate = lr.to(device, torch.float32)
-            size, scale = both[0] * -rate, both[1].neg_().sqrt_()
-            keep = (1 - rate * decay).expand(len(places))
-        else:
-            torch._foreach_mul_(both, [-float(lr), -1.0])
-            size, scale = both[0], both[1].sqrt_()
-            keep = torch.full((), 1 - float(lr) * decay, dtype=torch.float32, device=device).expand(len(places))
-        found |= dict(zip(places, zip(keep.unbind(), size.unbind(), scale.unbind(), strict=True), strict=True))
+            keep = 1 - rate * decay
+        else:  # both by one launch
+            rate, keep = torch.linspace(lr, 1 - float(lr) * decay, 2, dtype=torch.float32, device=device).unbind()
+        size, scale = _counted_factors()(count.float(), rate, log1=log1, log2=log2)
+        found |= dict(zip(places, zip([keep] * len(places), size.unbind(), scale.unbind(), strict=True), strict=True))
     return [found[i] for i in range(len(steps))]
+
+
+@cache
+def _counted_factors() -> Callable[..., tuple[Tensor, Tensor]]:
+    """Factors of the update and of the second moment's root, as :func:`_factors` has them, from counts of steps.
+
+    ``tanh(x / 2) * (exp(x) + 1)`` is ``exp(x) - 1`` to the last places also where ``beta^t`` is nearly 1.
+    """
+    from cute_ops_torch.composite.fused import fused  # which an optimizer whose steps the host counts does not need
+
+    @fused
+    def adamw_factors(xp: Any, steps: Any, rate: Any, *, log1: float, log2: float) -> tuple[Any, Any]:
+        first, second = (-xp.tanh(steps * (log / 2)) * (xp.exp(steps * log) + 1) for log in (log1, log2))
+        return rate / first, xp.rsqrt(second)
+
+    return adamw_factors  # type: ignore[no-any-return]
 
 
 def _rows(tensors: list[Tensor]) -> list[Tensor]:
