@@ -342,7 +342,7 @@ def _counted_factors() -> Callable[..., tuple[Tensor, Tensor]]:
         first, second = (-xp.tanh(steps * (log / 2)) * (xp.exp(steps * log) + 1) for log in (log1, log2))
         return rate / first, xp.rsqrt(second)
 
-    return adamw_factors  # type: ignore[no-any-return]
+    return adamw_factors
 
 
 def _rows(tensors: list[Tensor]) -> list[Tensor]:

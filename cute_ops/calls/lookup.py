@@ -48,7 +48,7 @@ def ours() -> dict[str, Op]:
     from cute_ops.ops.routing import balance
     from cute_ops.ops.routing.gathered import gathered_dots, gathered_sum, scattered_dots, scattered_rows
     from cute_ops.ops.routing.places import class_places
-    from cute_ops.ops.routing.route import expert_probabilities, expert_totals, routed_rows
+    from cute_ops.ops.routing.route import expert_probabilities, expert_totals, route_slopes, routed_rows
     from cute_ops.ops.routing.topk import topk_step
 
     by_layout: tuple[Callable[[bool], Op], ...] = gated_dgrad, gated_dgrad_again, linear_add_rstd
@@ -66,6 +66,7 @@ def ours() -> dict[str, Op]:
         scattered_dots,
         expert_probabilities,
         expert_totals,
+        route_slopes,
     )
     inside += (group_norm_first, group_norm_long, group_norm_last, *group_norm.PARTS)
     inside += (balance.expert_balance, *balance.PARTS)

@@ -30,7 +30,7 @@ def test_what_would_mix_examples_is_no_one_call() -> None:
     assert as_one_call(np, backward.only("dx"), given, 5) is not None
     assert route.grad is not None  # a row's gradient depends on how often all rows choose an expert
     given = {"logits": (x, True), "weights": (x[..., :2], True), "index": (np.zeros((5, 3, 2), np.int32), True)}
-    assert as_one_call(np, route.grad, {**given, "dbalance": (np.ones(()), False)}, 5) is None
+    assert as_one_call(np, route.grad, {**given, "load": (x[:, 0], True)}, 5) is None
 
 
 def test_an_op_of_batches() -> None:

@@ -57,14 +57,14 @@ class RoutedRows(SortedTopK):
 
     @cute.jit
     def __call__(self, *arguments):
-        mLogits, mWeights, mIndex, mBalance, mTotals, mCounts, stream = arguments
+        mLogits, mWeights, mIndex, mBalance, mLoad, mTotals, mCounts, stream = arguments
         tiles = (row_count(mLogits) + (self.tile.rows - 1)) // self.tile.rows
         parts = Int32(cutlass.max(cutlass.min(tiles, Int64(self.ctas)), Int64(1)))
         self.kernel(mLogits, mWeights, mIndex, mTotals, mCounts).launch(
             grid=[parts, 1, 1], block=[self.tile.threads, 1, 1], min_blocks_per_mp=self.resident,
             preferred_smem_carveout=SMEM_PERCENT, stream=stream, use_pdl=self.pdl,
         )  # fmt: skip
-        self.add_up(mLogits, mBalance, mTotals, mCounts, parts).launch(
+        self.add_up(mLogits, mBalance, mLoad, mTotals, mCounts, parts).launch(
             grid=[1, 1, 1], block=[ADDING, 1, 1], stream=stream, use_pdl=self.pdl
         )
 
@@ -152,7 +152,7 @@ class RoutedRows(SortedTopK):
                     cute.arch.atomic_add(sCount.iterator + columns[i], Int32(1))
 
     @cute.kernel
-    def add_up(self, mLogits, mBalance, mTotals, mCounts, parts):
+    def add_up(self, mLogits, mBalance, mLoad, mTotals, mCounts, parts):
         tidx = cute.arch.thread_idx()[0]
         group, e = tidx // self.n, tidx % self.n
         smem = cutlass.utils.SmemAllocator()
@@ -165,7 +165,7 @@ class RoutedRows(SortedTopK):
         self._add_group(mTotals, mCounts, (sTotal, sCount), (group, e), parts)
         cute.arch.sync_threads()
         rows = Float32(cutlass.max(row_count(mLogits), Int64(1)))
-        found = cute.arch.warp_reduction(self._expert(sTotal, sCount, tidx, rows), operator.add)
+        found = cute.arch.warp_reduction(self._expert(sTotal, sCount, mLoad, tidx, rows), operator.add)
         if tidx % WARP == 0:
             sWarp[tidx // WARP] = found
         cute.arch.sync_threads()
@@ -173,7 +173,7 @@ class RoutedRows(SortedTopK):
             found = cute.arch.warp_reduction(sWarp[tidx], operator.add)
             if tidx == 0:
                 gBalance = gmem_elements(Float32, mBalance.iterator.toint(), 1)
-                gBalance[0] = found * (Float32(self.n) / rows)
+                gBalance[0] = found
 
     @cute.jit
     def _add_group(self, mTotals, mCounts, sums: cutlass.Constexpr, where: cutlass.Constexpr, parts: Int32):
@@ -187,11 +187,14 @@ class RoutedRows(SortedTopK):
             sums[1][e, group] = count
 
     @cute.jit
-    def _expert(self, sTotal: cute.Tensor, sCount: cute.Tensor, e: Int32, rows: Float32):
-        """An expert's part of the balance: how probable it was, times how often it was chosen."""
-        total, count = Float32(0.0), Int32(0)
+    def _expert(self, sTotal: cute.Tensor, sCount: cute.Tensor, mLoad: cute.Tensor, e: Int32, rows: Float32):
+        """An expert's part of the balance: how probable it was, times how often it was chosen, which is stored."""
+        total, load = Float32(0.0), Float32(0.0)
         if e < self.n:
+            count = Int32(0)
             for group in cutlass.range_constexpr(self.groups):
                 total = total + sTotal[e, group]
                 count = count + sCount[e, group]
-        return total * (Float32(count) / rows)
+            load = Float32(count) / rows * (Float32(self.n) / rows)
+            mLoad[e] = load
+        return total * load

@@ -13,7 +13,6 @@ from cute_ops.declaration.config import Tuning
 from cute_ops.declaration.op import Op
 from cute_ops.declaration.program import Program
 from cute_ops.declaration.shapes import FLOATS
-from cute_ops.declaration.split import Sharding
 from cute_ops.declaration.tensor import Tensor
 from cute_ops.expressions import trace
 from cute_ops.ops import docs
@@ -46,6 +45,21 @@ _TOTAL = Formula(
     trace(lambda xp, logits: xp.softmax(logits, axis=-1), {"logits": "*m n"}), True, ("logits",), ("total",), "r",
     "logits",
 )  # fmt: skip
+
+
+def _slopes(xp: Any, logits: Any, slope: Any, load: Any, *, normalize: bool) -> Any:
+    """``slope`` is that of weights: by the logits where they are divided by their sum, else by the probabilities."""
+    p = xp.softmax(logits, axis=-1)
+    of_p = load if normalize else slope + load
+    found = p * (of_p - xp.sum(p * of_p, axis=-1, keepdims=True))
+    return slope + found if normalize else found
+
+
+route_slopes = fused(
+    _slopes, name="route_slopes", operands={"logits": "*m n", "slope": "any *m n", "load": "n"},
+    attrs={"normalize": True}, no_gradient=("slope", "load"), cases=expert_probabilities.cases,
+    doc="Gradient of the weights of experts and of their balance to the logits.",
+)  # fmt: skip
 expert_totals = declare(
     "expert_totals", lambda attrs: _TOTAL, {"logits": Tensor("*m n", "T")}, {"total": Tensor("n", "float32")}, {},
     module=__name__, cases=expert_probabilities.cases,
@@ -53,7 +67,7 @@ expert_totals = declare(
 )  # fmt: skip
 
 
-def _routed(xp: Any, logits: Any, *, k: int, normalize: bool) -> tuple[Any, Any, Any]:
+def _routed(xp: Any, logits: Any, *, k: int, normalize: bool) -> tuple[Any, ...]:
     """In the order of :func:`cute_ops.ops.routing.topk.reference_step`."""
     values, index = largest.reference_step(xp, logits, k=k)
     wide, weights = widen(xp, logits, values)
@@ -64,8 +78,8 @@ def _routed(xp: Any, logits: Any, *, k: int, normalize: bool) -> tuple[Any, Any,
     rows, n = xp.reshape(p / total, (-1, logits.shape[-1])), logits.shape[-1]
     chosen = xp.reshape(index, (-1, 1)) == xp.arange(n, dtype=index.dtype, **beside(xp, index))
     count = max(rows.shape[0], 1)
-    balance = xp.sum(xp.sum(rows, axis=0) / count * (xp.sum(xp.astype(chosen, rows.dtype), axis=0) / count)) * n
-    return xp.astype(weights, logits.dtype), index, balance
+    load = xp.sum(xp.astype(chosen, rows.dtype), axis=0) * (n / count**2)
+    return xp.astype(weights, logits.dtype), index, xp.sum(xp.sum(rows, axis=0) * load), load
 
 
 def _probabilities(xp: Any, call: Call, logits: Any) -> Any:
@@ -81,40 +95,27 @@ def _run(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
         weights = call(softmax, {"x": found["values"]}, {})["out"]
     else:
         weights = xp.cast(xp.picked(_probabilities(xp, call, logits), found["found"]), logits)
-    count = max(math.prod(logits.shape[:-1]), 1)
-    mean = call(expert_totals, {"logits": logits}, {})["total"] / count
-    # The sum over the experts of mean * load is that of the means of all experts that are chosen.
-    of_chosen = xp.rows_of(mean.reshape(-1, 1), found["found"].reshape(-1))
-    balance = of_chosen.sum() * (logits.shape[-1] / count)
-    return {"weights": weights, "index": found["found"], "balance": balance}
-
-
-def _load(xp: Any, probabilities: Any, index: Any) -> Any:
-    """How often a token chooses each expert."""
-    rows = probabilities.reshape(-1, probabilities.shape[-1])
-    ones = xp.broadcast_to(xp.ones((), rows), (rows.shape[0], index.shape[-1]))
-    chosen = xp.scattered(ones, index.reshape(-1, index.shape[-1]), rows)
-    return xp.sums(chosen, (-2,), rows) / max(rows.shape[0], 1)
+    n, count = logits.shape[-1], max(math.prod(logits.shape[:-1]), 1)
+    index = found["found"].reshape(-1, 1)
+    none = xp.cast(xp.ones((n, 1), logits) * 0, index)
+    load = xp.cast(xp.plus_rows(none, index, index * 0 + 1), xp.ones((), logits)).reshape(-1) * (n / count**2)
+    balance = (call(expert_totals, {"logits": logits}, {})["total"] * load).sum()
+    return {"weights": weights, "index": found["found"], "balance": balance, "load": load}
 
 
 def _run_bwd(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
     logits, index, dweights, dbalance = (inputs[name] for name in ("logits", "index", "dweights", "dbalance"))
-    probabilities = _probabilities(xp, call, logits)
-    w, d = (None if a is None else xp.cast(a, probabilities) for a in (inputs["weights"], dweights))
-    slope, direct = None, None
-    if d is not None and attrs["normalize"]:
-        direct = xp.scattered(w * (d - (w * d).sum(-1)[..., None]), index, probabilities)
-    elif d is not None:
-        slope = xp.scattered(d, index, probabilities)
-    if dbalance is not None:
-        count = max(probabilities.reshape(-1, logits.shape[-1]).shape[0], 1)
-        load = _load(xp, probabilities, index)
-        of_mean = xp.broadcast_to(dbalance * load * (logits.shape[-1] / count), logits.shape)
-        slope = of_mean if slope is None else slope + of_mean
-    total = probabilities * 0 if direct is None else direct
-    if slope is not None:
-        total = total + probabilities * (slope - (probabilities * slope).sum(-1)[..., None])
-    return {"dlogits": xp.cast(total, logits)}
+    one, slope = xp.ones((), logits), None
+    if dweights is not None:
+        w, slope = xp.cast(inputs["weights"], one), xp.cast(dweights, one)
+        slope = w * (slope - (w * slope).sum(-1)[..., None]) if attrs["normalize"] else slope
+    if slope is not None and dbalance is None and attrs["normalize"]:
+        return {"dlogits": xp.scattered(xp.cast(slope, logits), index, logits)}
+    like = xp.broadcast_to(one, logits.shape)
+    slope = like * 0 if slope is None else xp.scattered(slope, index, like)
+    load = inputs["load"] * (0 if dbalance is None else dbalance)
+    given = {"logits": logits, "slope": slope, "load": load}
+    return {"dlogits": call(route_slopes, given, {"normalize": attrs["normalize"]})["out"]}
 
 
 def check_experts(binding: Binding) -> str | None:
@@ -132,6 +133,8 @@ def check_few(binding: Binding) -> str | None:
 
 
 LOGITS, OF_CHOSEN, INDEX = Tensor("*m n", "T"), Tensor("*m t", "T"), Tensor("*m t", "int32", upper_bound="n")
+# How often all tokens choose each expert, as the balance's derivative by the probabilities of any of them.
+LOAD = Tensor("n", "float32")
 _COMMON: dict[str, Any] = {
     "dtypes": {"T": FLOATS}, "attrs": {"k": 1, "normalize": True}, "static": ("n",), "cases": CASES,
 }  # fmt: skip
@@ -139,24 +142,28 @@ _COMMON: dict[str, Any] = {
 routed_rows = Op(
     "routed_rows",
     inputs={"logits": LOGITS},
-    outputs={"weights": OF_CHOSEN, "index": INDEX._replace(upper_bound=None), "balance": Tensor("", "float32")},
+    outputs={
+        "weights": OF_CHOSEN,
+        "index": INDEX._replace(upper_bound=None),
+        "balance": Tensor("", "float32"),
+        "load": LOAD,
+    },
     derived={"t": lambda dims, attrs: attrs["k"]},
     reference=_routed,
     kernel="cute_ops.kernels.routing.route:RoutedRows",
     tuning=Tuning(config.routed, workspace=config.expert_sums),
     check=check_few,
     inference_only="route has one",
-    doc=f"""All that :func:`route` returns, of at most {config.SORTED_MOST} experts of a token, in one pass.""",
+    doc=f"""All that :func:`route` computes, of at most {config.SORTED_MOST} experts of a token, in one pass.""",
     **_COMMON,
 )
 
 route_bwd = Op(
     "route_bwd",
-    inputs={"logits": LOGITS, "weights": OF_CHOSEN, "index": INDEX,
+    inputs={"logits": LOGITS, "weights": OF_CHOSEN, "index": INDEX, "load": LOAD,
             "dweights": OF_CHOSEN._replace(optional=True), "dbalance": Tensor("", "float32", optional=True)},
     outputs={"dlogits": LOGITS},
-    sharding=Sharding(whole={"m": "has rows that all count for the load of an expert"}),
-    kernel=Program(_run_bwd, (expert_probabilities,)),
+    kernel=Program(_run_bwd, (route_slopes,)),
     doc="""Gradient of :func:`route`: of the weights, and of the balance by the mean probabilities.""",
     **_COMMON,
 )  # fmt: skip
@@ -164,7 +171,12 @@ route_bwd = Op(
 route = Op(
     "route",
     inputs={"logits": LOGITS},
-    outputs={"weights": OF_CHOSEN, "index": INDEX._replace(upper_bound=None), "balance": Tensor("", "float32")},
+    outputs={
+        "weights": OF_CHOSEN,
+        "index": INDEX._replace(upper_bound=None),
+        "balance": Tensor("", "float32"),
+        "load": LOAD._replace(hidden=True),
+    },
     derived={"t": lambda dims, attrs: attrs["k"]},
     kernel=Program(_run, (routed_rows, largest.topk_step, softmax, expert_probabilities, expert_totals)),
     check=check_experts,
