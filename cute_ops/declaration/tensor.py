@@ -37,6 +37,7 @@ class _TensorFields(NamedTuple):
     donates: str | None = None
     accumulates: Accumulation | None = None
     skippable: bool = False
+    zero_without: str | None = None
     contiguous: str | tuple[str, ...] | None = None
     align: int = 0
     otherwise: str = "refuse"
@@ -74,6 +75,8 @@ class Tensor(_TensorFields):
             By default the tolerance is that of sums in float32 by the framework, which adds up pairs or blocks.
         skippable: for outputs of a backward op: if this gradient is not wanted, the kernel gets None for it and skips
             its work. The reference always returns it.
+        zero_without: for outputs of a backward op: the cotangent that this gradient is a sum of, so that it is zero
+            where that is: where a loss does not depend on the output, PyTorch's parameters then have no gradient.
         contiguous: the dim whose elements are neighbours in memory, ``"k"``; or several, ``("k", "n")``, of which at
             least one must be: each has a kernel of its own, the first if several are contiguous. The name of leading
             dims means the last of them. The other dims have any strides. ``()`` leaves all strides free. By default the

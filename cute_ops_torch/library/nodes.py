@@ -280,7 +280,7 @@ def _with_gradient(op: Op, grad: _Step, given: tuple[str, ...], saving: Op | Non
     arguments = _take([values.index(name) if name in values else len(values) for name in grad.inputs])
     results = _gradients(op, grad, given)
     gradient, attributes, resolve = grad.run, grad.attributes, grad.resolve
-    prepare = _Cotangents(op, grad.inputs)
+    prepare, absent = _Cotangents(op, grad.inputs), _absent_without(op, given)
     read, required = prepare.read, prepare.required
     mark, nothing = _marker(op, given), (None,) * (1 + taken)
     shown = len(op.outputs)
@@ -315,6 +315,7 @@ def _with_gradient(op: Op, grad: _Step, given: tuple[str, ...], saving: Op | Non
         return out
 
     def backward(ctx: Any, *cotangents: Any) -> Any:
+        missing: Collection[int] = ()
         for k, place, merged, may_miss in read:
             cotangent = cotangents[k]
             if cotangent is None:
@@ -322,16 +323,28 @@ def _with_gradient(op: Op, grad: _Step, given: tuple[str, ...], saving: Op | Non
             else:
                 unread = (place and cotangent.stride()[place] != (1,)) or (merged and not cotangent.is_contiguous())
             if unread:
+                missing = [at for k, places in absent.items() if cotangents[k] is None for at in places]
                 cotangents = prepare(ctx, cotangents)
                 if not cotangents:
                     return nothing
                 break
         found = arguments((*ctx.saved_tensors, *cotangents, None))
         raw = gradient(*found, *attributes, *(ctx.numbers if has_numbers else ()))
-        return results((*resolve(found, (raw,) if alone else raw), *cotangents, None))
+        gradients = results((*resolve(found, (raw,) if alone else raw), *cotangents, None))
+        return tuple([None if at in missing else d for at, d in enumerate(gradients)]) if missing else gradients
 
     only_inputs = len(inputs) == count and not (outputs or required or mark or op.scalars or thin)
     return forward_of_inputs if only_inputs else forward, backward
+
+
+def _absent_without(op: Op, given: Sequence[str]) -> dict[int, list[int]]:
+    """By the place of each output's cotangent, where in a backward's results gradients are that are None without it."""
+    sums = {name: t.zero_without for step in op.steps for name, t in step.outputs.items() if t.zero_without}
+    return {
+        k: [at for at, name in enumerate(given, 1) if sums.get(f"d{name}") == f"d{output}"]
+        for k, output in enumerate(op.outputs)
+        if f"d{output}" in sums.values()
+    }
 
 
 def _own(out: torch.Tensor | None, args: Sequence[Any]) -> torch.Tensor | None:

@@ -45,7 +45,12 @@ def gradients(op: Op, function: Callable[..., Any], tensors: list[Any], attrs: A
     """Gradients of the outputs whose cotangent is given, to every input that is."""
     outs = as_tuple(function(*tensors, **attrs))
     pairs = [(o, d) for o, d in zip(outs, douts, strict=True) if d is not None]
-    return list(torch.autograd.grad([o for o, _ in pairs], wanted(op, tensors), [d.to(o.dtype) for o, d in pairs]))
+    return list(
+        torch.autograd.grad(
+            [o for o, _ in pairs], wanted(op, tensors), [d.to(o.dtype) for o, d in pairs],
+            allow_unused=True, materialize_grads=True,
+        )
+    )  # fmt: skip
 
 
 @pytest.mark.feature("gradients against float64")

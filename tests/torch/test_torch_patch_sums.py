@@ -321,6 +321,51 @@ def test_which_of_several_norms_reads_a_sum_depends_on_the_call(
     close(step(model), want)
 
 
+class Chosen(nn.Module):
+    """Layers whose inner norm is chosen by a flag of the call, or left out."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.a, self.b, self.f = nn.LayerNorm(width), nn.LayerNorm(width), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor, flag: int) -> torch.Tensor:
+        x = y = x + self.f(x)
+        if flag == 1:
+            y = self.a(x)
+        elif flag == 2:
+            y = self.b(x)
+        return x + self.f(y)
+
+
+class ChosenTwice(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Chosen(width), Chosen(width)])
+
+    def forward(self, x: torch.Tensor, flag: int) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x, flag)
+        return x
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_norms_that_a_flag_leaves_out_have_no_gradients(compiled: bool) -> None:
+    """Not zeros, which an optimizer with weight decay would take for gradients."""
+    plain = ChosenTwice(16)
+    model = copy.deepcopy(plain)
+    cute_ops_torch.patch(model)
+    run = torch.compile(model, backend="aot_eager") if compiled else model
+    x = torch.linspace(-1, 1, 6 * 16).view(2, 3, 16).sin()
+    for flag in (1, 1, 2, 0, 2, 1):
+        found = []
+        for each, call in ((model, run), (plain, plain)):
+            each.zero_grad()
+            loss = call(x, flag).sin().sum()
+            loss.backward()
+            found.append((loss, {name: p.grad for name, p in each.named_parameters() if p.grad is not None}))
+        close(*found)
+
+
 def test_an_op_that_is_not_wanted_adds_alone(taken: list[nn.Module]) -> None:
     model = without_dropout(make("bert"))
     want = step(model)

@@ -11,7 +11,7 @@ from cute_ops.declaration.tensor import Tensor
 
 _DTYPES = ", ".join(sorted(ITEMSIZE))
 _OF_INPUTS = ("optional", "upper_bound", "unread")
-_OF_OUTPUTS = ("same_as", "donates", "hidden", "accumulates", "skippable", "strided_like")
+_OF_OUTPUTS = ("same_as", "donates", "hidden", "accumulates", "skippable", "zero_without", "strided_like")
 
 
 def problems(op: Declaration) -> Iterator[str]:
@@ -127,6 +127,8 @@ def _named_inputs(op: Declaration, name: str, t: Tensor) -> Iterator[str]:
     if t.given is not None and (t.given not in op.inputs or not op.inputs[t.given].optional):
         optional = [other for other, i in op.inputs.items() if i.optional]
         yield f"output {name!r} is given with {t.given!r}, which is no optional input; there are {optional}"
+    if t.zero_without is not None and t.zero_without not in op.inputs:
+        yield f"output {name!r} has zero_without={t.zero_without!r}, which is no input; there are {[*op.inputs]}"
     like = op.inputs.get(t.strided_like) if t.strided_like else None
     if t.strided_like and not (op.program and like and like.shape == t.shape):
         yield f"output {name!r} has strided_like={t.strided_like!r}: it takes an input of its shape, and a program"

@@ -91,10 +91,11 @@ def declare_of_sum(
 
     where = f"{norm.__name__.replace('.ops.', '.kernels.')}:{kernel}"
     common: dict[str, Any] = {"dtypes": {**DTYPES, "R": FLOATS}, "attrs": attrs, "cases": cases}
+    dcolumns = {key: t._replace(zero_without="dout") for key, t in DCOLUMNS.items()}
     gradient = Op(
         f"{name}_bwd",
         inputs={"residual_out": RESIDUAL, "dout": ROWS, "dresidual_out": RESIDUAL._replace(optional=True), **COLUMNS},
-        outputs={"dx": ROWS._replace(same_as="dresidual"), "dresidual": RESIDUAL, **DCOLUMNS},
+        outputs={"dx": ROWS._replace(same_as="dresidual"), "dresidual": RESIDUAL, **dcolumns},
         reference=reference_bwd, kernel=f"{where}Backward", check=check,
         tuning=Tuning(partial(backward, centred=centred), space=BACKWARD, workspace=workspace), doc=doc_bwd, **common,
     )  # fmt: skip

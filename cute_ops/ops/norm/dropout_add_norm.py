@@ -103,7 +103,8 @@ def _norm(name: str, forward: Any, backward: Any, bias: bool, eps: float, doc: s
     common: dict[str, Any] = {"module": __name__, "check": None, "cases": CASES, "dtypes": dtypes}
     attrs = {"p": 0.1, "eps": eps}
     read = {"residual_out": RESIDUAL, "dout": ROWS, "dresidual_out": RESIDUAL, "weight": WEIGHT, "seed": SEED}
-    written = {"dx": ROWS, "dresidual": RESIDUAL, **{f"d{key}": t for key, t in parameters.items()}}
+    dparameters = {f"d{key}": t._replace(zero_without="dout") for key, t in parameters.items()}
+    written = {"dx": ROWS, "dresidual": RESIDUAL, **dparameters}
     more = {"bias": BIAS._replace(unread=True)} if bias else {}
     formula = _formula(backward, read, written)
     gradient = declare(
