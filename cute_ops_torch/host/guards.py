@@ -57,6 +57,10 @@ def guarded(
     same += (signs := _signs(op, named))
     same += [f"type({name}) is _type_{name}" for name in op.scalars]
     addresses = {name: t.data_ptr() for name, t in given.items()}
+    # Dynamo's guard compares types first, then asks for strides: those of a nested tensor end the process. A call looks
+    # its first input's shape up, which such a tensor does not have.
+    plain = [name for name, t in [*given.items()][1:] if type(t) is torch.Tensor]
+    same += [f"type({name}) is _tensor and not {name}.is_nested" for name in plain]
     same += [f"_same({', '.join(given)})", *conditions]
     if not by_torch or any(address & 15 for address in addresses.values()):
         same.append(aligned(addresses))
@@ -65,6 +69,7 @@ def guarded(
     values = {"_same": guard.check, **numbers, **values}
     values |= {f"_given_{name}": named[name] for name in op.attrs}
     values |= {"_sign": copysign} if signs else {}
+    values |= {"_tensor": torch.Tensor} if plain else {}
     values |= {f"_type_{name}": type(named[name]) for name in op.scalars}
     make = codegen.maker(
         codegen.GUARDED, f"{op.name}.guarded", values, name=op.name, condition=" and ".join(same), **texts
