@@ -13,7 +13,7 @@ import inspect
 import logging
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache, wraps
 from operator import itemgetter
 from typing import Any
@@ -36,8 +36,8 @@ def or_original(original: Any, ours: Forward, whole: bool = False) -> tuple[Forw
     """A ``forward`` for subclasses of ``original`` that runs ``ours`` beneath its decorators, in their place if it is
     the whole of it; and whether it may.
 
-    It runs the original's where ``ours`` returns ``NotImplemented``, and where somebody has replaced that ``forward``
-    or a function that it calls.
+    It runs the original's where ``ours`` returns ``NotImplemented``, where somebody has replaced that ``forward`` or a
+    function that it calls, and where a model is to return a tuple, in which logits that do not exist have no place.
     """
     plain, may = original.forward, _unchanged(original)
     inner = plain if whole else innermost(plain)
@@ -57,9 +57,16 @@ def or_original(original: Any, ours: Forward, whole: bool = False) -> tuple[Forw
     @with_own_code
     @wraps(plain)
     def decorated(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return (beneath if may() else original.forward)(self, *args, **kwargs)
+        ours_may = may() and not (getattr(type(self), "_cute_drops_logits", False) and _returns_tuple(self, kwargs))
+        return (beneath if ours_may else original.forward)(self, *args, **kwargs)
 
     return decorated, may
+
+
+def _returns_tuple(model: Any, given: Mapping[str, Any]) -> bool:
+    """Whether a call of one of transformers' models returns a tuple."""
+    asked = given.get("return_dict")
+    return not (getattr(model.config, "return_dict", True) if asked is None else asked)
 
 
 def _unchanged(original: type[nn.Module]) -> Callable[[], bool]:

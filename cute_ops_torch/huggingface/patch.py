@@ -76,7 +76,7 @@ def patch(
     captured, and after the model is on the device and in the dtype that it trains in. To pickle the whole model (not
     its state dict), unpatch it first. A language model in training mode that is given ``labels`` (of the next token, of
     masked ones, of a translation) computes the loss straight from the hidden states, and returns ``logits=None``: they
-    never exist, unless ``logits`` asks for them.
+    never exist, unless ``logits`` asks for them, or the model returns a tuple (``return_dict=False``).
 
     Args:
         model: a Hugging Face ``LlamaForCausalLM``, or a model whose modules are built alike (Mistral, Qwen,
@@ -277,6 +277,7 @@ def _subclass(original: Any, replacement: Replacement) -> type[nn.Module]:
         **({"_cute_norm": staticmethod(replacement.norm)} if replacement.norm else {}),
         "_cute_may": staticmethod(may), "__reduce_ex__": _reduce,
         "_cute_unused": replacement.unused or getattr(original, "_cute_unused", ""),
+        "_cute_drops_logits": replacement in loss.REPLACEMENTS or getattr(original, "_cute_drops_logits", False),
         traced.READERS: None,
         "_cute_functions_only": replacement in _OF_FUNCTIONS and getattr(original, "_cute_functions_only", True),
     }  # fmt: skip

@@ -129,7 +129,7 @@ def test_the_loss_of_shifted_and_counted_labels() -> None:
         loss = model(tokens, labels=labels, num_items_in_batch=count).loss
         assert ("Div" in type(loss.grad_fn).__name__) == divides
     assert model(tokens, labels=labels).logits is None
-    assert model(tokens, labels=labels, return_dict=False)[0].shape == ()
+    assert [x.shape for x in model(tokens, labels=labels, return_dict=False)[:2]] == [(), (2, 19, 97)]
     for m in (plain.eval(), model.eval()):
         assert m(tokens, labels=labels).logits.shape == (2, 19, 97)
 
