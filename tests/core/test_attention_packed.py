@@ -20,7 +20,7 @@ from tests.emulator import products, ptx_cta
 from tests.ops.attention_calls import NO_FUNCTIONS, Call, Functions, arrays, expected
 
 # Lengths of queries and of keys; behind them a few tokens of no sequence.
-LENGTHS = ([(70, 70), (0, 3), (130, 130), (5, 90), (1, 1), (40, 0)], [(60, 200), (129, 129)], [(3, 2), (80, 70)],
+LENGTHS = ([(70, 70), (0, 3), (130, 130), (5, 90), (1, 1), (40, 0)], [(60, 200), (129, 129)], [(0, 2), (80, 70)],
            [(3, 2), (0, 70), (150, 130), (40, 0)])  # fmt: skip
 REST = 3
 CALLS = (

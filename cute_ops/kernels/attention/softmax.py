@@ -372,9 +372,11 @@ class Weights:
         """The log-sum-exp, of base 2, and the delta of a thread's rows, ``first`` and 8 further down, as functions of
         row and column. ``rows``: both for all rows.
         """
-        (mLse, mDelta), lse, delta = rows, [], []
+        (mLse, mDelta), lse, delta, last = rows, [], [], sizes.seqlen_q - 1
+        if sizes.starts is not None:  # an empty sequence has the row before it, or the first one of all
+            last = cutlass.max(last, -sizes.starts[0])
         for row in (first, first + 8):
-            at = sizes.of_query(tile, cutlass.min(row, sizes.seqlen_q - 1))
+            at = sizes.of_query(tile, cutlass.min(row, last))
             lse.append(self.of_lse(mLse[at], row < sizes.seqlen_q))
             delta.append(mDelta[at])
         return (lambda r, c: lse[r]), (lambda r, c: delta[r])
