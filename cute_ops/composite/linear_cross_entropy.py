@@ -111,7 +111,10 @@ def of_loss(
     logit_scale: float = 1.0,
 ) -> dict[str, Any]:  # fmt: skip
     """The attributes of a row's loss by name."""
-    return dict(zip(LOSS_ATTRS, (ignore_index, label_smoothing, z_loss, softcap, logit_scale), strict=True))
+    return {
+        "ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss, "softcap": softcap,
+        "logit_scale": logit_scale,
+    }  # fmt: skip
 
 
 # --- programs ------------------------------------------------------------------------------------------------------

@@ -99,7 +99,8 @@ def linking_inputs(forward: Call, places: Sequence[int] | None = None) -> Call:
 
     @wraps(forward)
     def run(ctx: Any, *args: Any) -> Any:
-        link_inputs(ctx, *(args if places is None else [args[k] for k in places]))
+        given = args if places is None else [args[k] for k in places]
+        link_inputs(ctx, *given)
         return forward(ctx, *args)
 
     return run
@@ -109,7 +110,8 @@ def link_inputs(ctx: Any, *given: Any) -> None:
     """In the forward of a Function with ``once``: second derivatives to these inputs raise, though it saves neither
     them nor an output.
     """
-    inner = [t for t in given if type(t) is torch.Tensor and t.ndim and t.requires_grad and not t.is_leaf]
+    # First what most biases and weights are.
+    inner = [t for t in given if type(t) is torch.Tensor and not t.is_leaf and t.requires_grad and t.ndim]
     if inner and not transforms_active():
         # Without elements they do not hold the inputs' memory.
         with torch.enable_grad():

@@ -120,8 +120,9 @@ class Nodes:
             saving, (forward, backward) = None, _without_gradient(op, given)
         methods = {"forward": staticmethod(forward), "backward": staticmethod(backward), "saving": saving}
         made: Any = type(f"cute_{op.name}", (AutogradNode,), methods)
-        # Slots cost less than a dict.
-        made._backward_cls = type(made._backward_cls.__name__, (made._backward_cls,), {"__slots__": _SLOTS})
+        # Slots cost less than a dict; torch's own `apply` looks for what a node's class has, then calls its backward.
+        own = {"__slots__": _SLOTS, "apply": backward}
+        made._backward_cls = type(made._backward_cls.__name__, (made._backward_cls,), own)
         return made
 
 
@@ -293,12 +294,12 @@ def _with_gradient(op: Op, grad: _Step, given: tuple[str, ...], saving: Op | Non
     def forward(ctx: Any, run: Call, *args: Any) -> Any:
         out = run(*args)
         if composed:
-            out = _own(out, args) if single else tuple([_own(t, args) for t in out])
+            out = _own(out, args) if single else (*[_own(t, args) for t in out[:shown]], *out[shown:])
         made = (out,) if single else out
         if has_numbers:
             ctx.numbers = numbers(args)
         kept = saved(args + made)
-        ctx.to_save = tuple(_shape_of(t) if k in thin else t for k, t in enumerate(kept)) if thin else kept
+        ctx.to_save = _thinned(kept, thin) if thin else kept
         ctx.materialize_grads = False
         if required:
             ctx.required = [(made[k].shape, made[k].dtype) for k in required]
@@ -347,6 +348,14 @@ def _absent_without(op: Op, given: Sequence[str]) -> dict[int, list[int]]:
     }
 
 
+def _thinned(kept: Sequence[Any], places: Sequence[int]) -> tuple[Any, ...]:
+    """What a node saves, with tensors of little memory in these places."""
+    found, plain = list(kept), not transforms_active()
+    for place in places:
+        found[place] = _shape_of(found[place], plain)
+    return tuple(found)
+
+
 def _own(out: torch.Tensor | None, args: Sequence[Any]) -> torch.Tensor | None:
     """Detach a result of a program that is a view of what the program has made. Torch forbids in-place writes to a view
     that a node returns.
@@ -370,11 +379,11 @@ def _gradients(op: Op, grad: _Step, given: tuple[str, ...]) -> Callable[[tuple[A
     return _take([len(sources) - 1, *gradients, *[len(sources) - 1] * len(op.scalars)])
 
 
-def _shape_of(tensor: torch.Tensor) -> torch.Tensor:
+def _shape_of(tensor: torch.Tensor, plain: bool) -> torch.Tensor:
     """A tensor of the same shape in the memory of one row, which the other's changes do not concern. Its last dim is
-    contiguous: kernels copy what they cannot read, even if they do not read it.
+    contiguous: kernels copy what they cannot read, even if they do not read it. ``plain``: nothing transforms calls.
     """
-    if tensor.ndim == 1 and type(tensor) in EXACT and tensor.is_contiguous() and not transforms_active():
+    if plain and tensor.ndim == 1 and type(tensor) in EXACT and tensor.is_contiguous():
         return tensor.data  # is one row; to allocate another takes ten times as long
     strides = (*[0] * (tensor.ndim - 1), *[1] * (tensor.ndim > 0))
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)

@@ -27,8 +27,9 @@ def scaled_gradients(op: Op) -> Callable[[Sequence[Tensor], Tensor, Sequence[Any
     name = op.aliases.get(op.name, op.name)
 
     def scaled(saved: Sequence[Tensor], dloss: Tensor, second: Sequence[Any]) -> Sequence[Tensor]:
-        if any(d is not None for d in second):
-            raise double_backward(name)
+        for d in second:
+            if d is not None:
+                raise double_backward(name)
         if torch._C._are_functorch_transforms_active() or wrapped(dloss):  # whose outer levels differentiate this, too
             return [(t.float() * dloss).to(t.dtype) for t in saved]
         return _scaled(saved, dloss)
@@ -37,7 +38,7 @@ def scaled_gradients(op: Op) -> Callable[[Sequence[Tensor], Tensor, Sequence[Any
 
 
 def _scaled(saved: Sequence[Tensor], dloss: Tensor) -> tuple[Tensor, ...]:
-    if torch.compiler.is_compiling() or modes_active() or any(type(t) not in EXACT for t in (*saved, dloss)):
+    if torch.compiler.is_compiling() or modes_active() or not EXACT.issuperset(map(type, (*saved, dloss))):
         return tuple(torch.ops.cute.scaled_gradient(t, dloss) for t in saved)
     # In place, without a second buffer of the weight's size, unless another backward is to come.
     keep = torch._C._autograd._get_current_graph_task_keep_graph()
