@@ -55,11 +55,12 @@ class ColumnPass:
         compute: fp32 elements to fp32 elements of the tiles, then of the sums.
         vec: elements of a vector, which divide the rows of every piece, or ``fold`` of them.
         fold: rows that are taken as one, a divisor of the workspaces' rows.
+        alone: whether there is one part, and the sums are stored as they are, to row vectors of any dtype.
     """
 
-    def __init__(self, variant, inputs, tiles, sums, compute, vec, *, fold=1):
+    def __init__(self, variant, inputs, tiles, sums, compute, vec, *, fold=1, alone=False):
         self.inputs, self.tiles, self.sums, self.compute, self.vec = inputs, tiles, sums, compute, vec
-        self.keys, self.n, self.fold = variant.tensors, variant.dims["n"], fold
+        self.keys, self.n, self.fold, self.alone = variant.tensors, variant.dims["n"], fold, alone
         vectors = WARP if self.n is None else -(-self.n * fold // vec)
         # An operand whose rows are the examples.
         self.example = next((i for i, piece in enumerate(inputs) if piece.shared), None)
@@ -84,9 +85,9 @@ class ColumnPass:
     def __call__(self, inputs, tiles, partials, rows, n, stream):
         columns, examples = self.width * self.vec, self._examples(inputs)
         strips, parts = Int32((n * self.fold + (columns - 1)) // columns), Int32(1)
-        if const_expr(len(partials) > 0):
+        if const_expr(len(partials) > 0 and not self.alone):
             parts = Int32(partials[0].shape[0]) // (self.fold * examples)
-        else:
+        elif const_expr(not self.alone):
             parts = _parts(rows // examples, self.depth * self.unroll * STEPS)
         self.kernel(inputs, tiles, partials, rows, n).launch(
             grid=[strips * examples, parts, 1], block=[self.width, self.depth, 1], stream=stream, use_pdl=self.pdl,
@@ -250,7 +251,11 @@ class ColumnPass:
             if (column < columns) & (start + column < Int32(n) * self.fold):
                 above = (start + column) // Int32(n) if const_expr(self.fold > 1) else 0
                 column = start + column - above * Int32(n) if const_expr(self.fold > 1) else start + column
-                mPartials[row_of_sums * self.fold + above, Int32(piece.index * n) + column] = total
+                column = Int32(piece.index * n) + column
+                if const_expr(self.alone):
+                    mPartials[column] = total.to(mPartials.element_type)
+                else:
+                    mPartials[row_of_sums * self.fold + above, column] = total
 
     def _shared(self, mX, piece, place):
         """The vector or number of an input that all rows read, or all rows of an example; None if each row has its

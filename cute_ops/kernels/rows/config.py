@@ -41,10 +41,17 @@ class Texts(KernelConfig):
 
 
 class FusedConfig(Texts):
-    """``unroll`` vectors of each of ``threads`` threads, and what they compute."""
+    """``unroll`` vectors of each of ``threads`` threads, and what they compute.
+
+    Attributes:
+        alone: whether a CTA adds up all rows of its columns, so that sums over rows need no workspace, and no other
+            kernel.
+    """
 
     threads: int
     unroll: int
+    _: KW_ONLY
+    alone: bool = False
 
 
 class FusedRowConfig(Texts, RowConfig):

@@ -43,7 +43,7 @@ class FusedPointwise:
     partial sums over rows in the workspace ``dbias_partials``, and the tiles in the same pass, unless rows start on no
     half of a vector and do not follow on each other. :class:`ColumnSum` adds them up: to the row vector ``dbias``, or
     for a scalar to the workspace ``dfactor_totals``, whose elements :class:`RowSums` adds up. Column vectors are a pass
-    of their own by that.
+    of their own by that. Of few rows :class:`ColumnPass` gives the row vectors themselves.
     """
 
     def __init__(self, variant):
@@ -64,7 +64,7 @@ class FusedPointwise:
         self.whole = (tiles or whole)[0]
         self.tiles = Pointwise(variant, self.inputs, tiles, self._only(self.outputs["t"]), config) if tiles else None
         self.sums = [*self.outputs["r"], *self.outputs["s"]]
-        self.together = False
+        self.together, self.alone = False, config.alone
         # Inputs that a thread of a column pass reads once for all rows of an example, and sums over an example's rows.
         self.shared = [piece.name for piece in self.inputs if piece.shared and not config.turns]
         self.of_examples = [piece.name for _, piece in self.sums if piece.name in shared]
@@ -75,12 +75,12 @@ class FusedPointwise:
         """The pass that sums up, and computes tiles together with sums where vectors are wide enough."""
         pieces = [piece for _, piece in self.sums]
         widest, vec = vector_widths(self.variant, self.inputs, tiles)
-        fold = self._fold(tiles, widest) if vec < widest and not self.shared else 1
+        fold = self._fold(tiles, widest) if vec < widest and not (self.shared or self.alone) else 1
         vec = widest if fold > 1 else vec
         self.together = bool(tiles) and 2 * vec >= widest
         outputs = [*(self.outputs["t"] if self.together else []), *self.sums]
         own = tiles if self.together else []
-        return ColumnPass(self.variant, self.inputs, own, pieces, self._only(outputs), vec, fold=fold)
+        return ColumnPass(self.variant, self.inputs, own, pieces, self._only(outputs), vec, fold=fold, alone=self.alone)
 
     def _fold(self, written, vec):
         """How many rows, one after another in every tile, are whole vectors; 1 if rows do not follow on each other."""
@@ -136,9 +136,11 @@ class FusedPointwise:
             terms = Terms(self.variant, self.inputs, self._only([output]))
             RowSums(self.variant.arch, terms)(inputs, tensors[output[1].name], rows, n, stream)
         if const_expr(self.column_pass is not None):
-            partials = tuple([tensors[f"{piece.name}_partials"] for _, piece in self.sums])
+            ending = "" if const_expr(self.alone) else "_partials"
+            partials = tuple([tensors[f"{piece.name}{ending}"] for _, piece in self.sums])
             self.column_pass(inputs, tiles if const_expr(self.together) else (), partials, rows, n, stream)
-            self._add_up(tensors, stream)
+            if const_expr(not self.alone):
+                self._add_up(tensors, stream)
         for _, piece in self.outputs["s"]:
             mTotals = tensors[f"{piece.name}_totals"]
             terms = Terms(self.variant, (Piece(f"{piece.name}_totals", rows=False),), lambda x: (x,))

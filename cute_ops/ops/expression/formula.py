@@ -33,6 +33,8 @@ THREADS, THREADS_OF_FIVE_STREAMS = 256, 128
 # Partial sums that a sum over rows has in a kernel of elements, whose CTAs take a warp's vectors of columns, where the
 # length of rows is not known; else as many as let COLUMN_CTAS run on each SM.
 PARTIALS = 64
+# Rows up to which one CTA adds up those of its columns: eight of each of the eight threads that a column has.
+FEW_ROWS = 64
 # Where each example has sums of its own: rows that a thread adds up, and the most partial sums of an example.
 ROWS_OF_THREAD, MOST_PARTS = 16, 256
 WHOLE, WHOLE_OF = ("int32", "int64", "uint8"), "I_"  # dtypes of whole numbers, and how variables of these begin
@@ -79,7 +81,15 @@ class Formula(NamedTuple):
             return rows.config(problem)
         small = rows.read + len(self.writes) >= 5 or (rows.packed and not row_of(problem, rows.tiles).aligned)
         wide = ITEMSIZE[problem.dtypes[self.tile]] == 4 and not rows.packed
-        return FusedConfig((THREADS_OF_FIVE_STREAMS if small else THREADS) * (2 if wide else 1), 1, **vars(self._texts))
+        threads = (THREADS_OF_FIVE_STREAMS if small else THREADS) * (2 if wide else 1)
+        return FusedConfig(threads, 1, **vars(self._texts), alone=self._alone(problem, rows))
+
+    def _alone(self, problem: Problem, rows: RowExpression) -> bool:
+        """Whether a CTA adds up all rows of its columns: few of one tile, which it loads all together as it does those
+        of a part. Then there is no second kernel.
+        """
+        sums = {*self.kinds} == {"r"} and rows.read == 1 and not self.shared
+        return sums and problem.m <= FEW_ROWS and row_of(problem, rows.tiles).aligned
 
     def _by_columns(self, problem: Problem, rows: RowExpression) -> bool:
         """Whether a kernel of elements takes several sums over rows: of functions that cost little and reduce no row,
@@ -289,6 +299,8 @@ def sum_workspaces(
     over rows of each column, which need a second workspace for their totals, unless the formula sums each row first.
     """
     made: dict[str, Array | None] = {}
+    if config.get("alone"):
+        return made
     vectors, scalars = PARTIALS, 0
     if problem.n is not None:
         strips = -(-problem.n * ITEMSIZE[problem.dtypes[formula.tile]] // (VECTOR_BYTES * WARP))
