@@ -77,7 +77,10 @@ def shown(value: Any) -> str:
 
 
 def is_array(value: Any) -> bool:
-    return hasattr(value, "dtype") and isinstance(getattr(value, "shape", None), tuple)
+    try:
+        return hasattr(value, "dtype") and isinstance(getattr(value, "shape", None), tuple)
+    except RuntimeError:  # a nested tensor has no shape
+        return False
 
 
 def unknown_argument(name: str, known: Sequence[str]) -> str:
@@ -143,17 +146,18 @@ def suggesting(function: Callable[P, R], wrong: Callable[[Any], str] | None = No
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return function(*args, **kwargs)
-        except (TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
-            problem = _call_problem(function, args, kwargs, wrong, named=str(error).startswith("cute"))
-            if not problem:
+        except (TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError, LookupError) as error:
+            refused = _refused(error, function, args, kwargs, wrong)
+            if refused is None:
                 raise
-        raise TypeError(problem)
+        raise refused
 
     # torch.compile keeps what it compiled, and how often, by code object: each function has its own.
     call.__code__ = call.__code__.replace(co_name=function.__name__)  # type: ignore[attr-defined]
     return call
 
 
+_MISUSE = TypeError, ValueError, NotImplementedError
 _ARRAYS = r"\b(Array|ArrayLike|Tensor)\b"
 _SCALARS: dict[str, tuple[type, ...]] = {"bool": (bool,), "int": (int,), "float": (int, float), "str": (str,)}
 
@@ -174,12 +178,12 @@ def _wrong_option(header: Signature, args: Sequence[Any], kwargs: Mapping[str, A
     return ""
 
 
-def _call_problem(
-    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], wrong: Callable[[Any], str] | None,
-    named: bool,
-) -> str:  # fmt: skip
-    """What is wrong with a call of a function or of a constructor, under the name that callers know. ``named`` says
-    that its error has that name already.
+def _refused(
+    error: Exception, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any],
+    wrong: Callable[[Any], str] | None,
+) -> Exception | None:  # fmt: skip
+    """What a wrong call of a function or of a constructor raises, under the name that callers know, in place of an
+    error in it; None for that error itself.
     """
     from inspect import signature  # start-up time: calls that are right need none
 
@@ -190,13 +194,18 @@ def _call_problem(
         # An object that is called as a function has the name of its class: `fuse` of `_Fuse`.
         called = f"cute.{name}" if function.__name__ == "__init__" else f"{package}.{name.strip('_').lower()}"
         function, args = function.__get__(args[0]), args[1:]
-    header = signature(function)
+    header, text = signature(function), str(error)
     problem = wrong_arguments(header, args, kwargs)
     if not problem and wrong is not None:
         problem = _wrong_array(header, args, kwargs, wrong)
-    if not problem and not named:
+    if not problem and not text.startswith("cute"):
         problem = _wrong_option(header, args, kwargs)
-    return problem and f"{called}: {problem}"
+    if problem:
+        return TypeError(f"{called}: {problem}")
+    inner = re.match(r"cute\.(\w+): ", text)
+    if inner is None or f"cute.{inner[1]}" == called or type(error) not in _MISUSE:
+        return None
+    return type(error)(f"{called}: in {inner[1]}: {text[inner.end() :]}")  # an op that the function calls
 
 
 def _wrong_array(

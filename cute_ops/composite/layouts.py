@@ -7,6 +7,7 @@ from math import prod
 from typing import Any, Generic, TypeVar
 
 from cute_ops.composite.group_norm import group_norm_first, group_norm_last, group_norm_long, is_long
+from cute_ops.errors import shown
 from cute_ops.ops.rotary.rope import rope, rope_packed, rope_tables
 
 Array = TypeVar("Array")
@@ -24,6 +25,7 @@ class Layouts(Generic[Array]):
         kept: ``kept(key, make, x)``: an array that depends on the key and on the device of x alone, made or kept.
         constant: an array, of which nothing is differentiated.
         turned: an array whose first dim is its last.
+        array: what a caller gives as an array as one.
         channels_last: whether an image ``[N, C, H, W]`` lies in memory with its channels last.
     """
 
@@ -31,10 +33,11 @@ class Layouts(Generic[Array]):
         self, xp: Any, register: Callable[..., Any], *, frequencies: Callable[[float, int, Any], Any],
         places: Callable[[int, Any], Any], float32: Callable[[Any], Any],
         kept: Callable[[Any, Callable[[], Any], Any], Any], constant: Callable[[Any], Any],
-        turned: Callable[[Any], Any], channels_last: Callable[[Any], bool],
+        turned: Callable[[Any], Any], array: Callable[[Any], Any], channels_last: Callable[[Any], bool],
     ) -> None:  # fmt: skip
         self._xp, self._frequencies, self._places, self._channels_last = xp, frequencies, places, channels_last
-        self._float32, self._kept, self._constant, self._turned = float32, kept, constant, turned
+        self._float32, self._kept, self._constant = float32, kept, constant
+        self._turned, self._array = turned, array
         self._rope, self._rope_packed, self._rope_tables = map(register, (rope, rope_packed, rope_tables))
         norms = group_norm_last, group_norm_first, group_norm_long
         self._group_norm_last, self._group_norm_first, self._group_norm_long = map(register, norms)
@@ -71,7 +74,7 @@ class Layouts(Generic[Array]):
 
         Source: Wu and He, Group Normalization, 2018.
         """
-        given: Any = x
+        given = self._array(x)
         shape = tuple(given.shape)
         if len(shape) < 2:
             raise ValueError(f"cute.group_norm: argument `x` has {len(shape)} dims, expected at least 2.")
@@ -115,30 +118,33 @@ class Layouts(Generic[Array]):
             ``T[*m h d]``. Angles, cosines and sines are computed in float32.
 
         Raises:
-            ValueError: an odd rotary dim, sections that do not add up to r, or fewer positions than sections.
+            TypeError: dtypes that are not listed, sections that are no numbers.
+            ValueError: shapes that do not fit, an odd rotary dim, a base that is not positive, sections that do not add
+                up to r, or fewer positions than sections.
 
         Source: Su et al., RoFormer, 2021; Wang et al., Qwen2-VL, 2024.
         """
-        given, at = _any(x), _any(positions)
-        r = (rotary_dim or given.shape[-1]) // 2
-        if (rotary_dim or given.shape[-1]) % 2:
-            problem = f"option `rotary_dim` is {rotary_dim or given.shape[-1]}, expected an even number."
-            raise ValueError(f"cute.rope_from_positions: {problem}")
+        given, at = self._array(x), self._array(positions)
+        if not isinstance(sections, tuple | list):
+            problem = f"option `sections` is {shown(sections)}, expected whole numbers."
+            raise TypeError(f"cute.rope_from_positions: {problem}")
         sections = tuple(sections)
-        if sections:
-            self._check_sections(sections, r, at.shape[0])
-        if frequencies is None:
+        own = None if frequencies is None else self._array(frequencies)
+        if problem := _problem(given.shape, at.shape, (base, rotary_dim, sections, heads), own):
+            raise ValueError(f"cute.rope_from_positions: {problem}")
+        r = (rotary_dim or given.shape[-1]) // 2
+        if own is None:
             steps = self._kept((base, r), lambda: self._frequencies(base, r, given), given)
         else:
-            steps = self._float32(self._constant(frequencies))
+            steps = self._float32(self._constant(own))
         section = self._kept((sections, mixed, r), lambda: self._section(sections, mixed, r, given), given)
         at = self._turned(at) if sections else at[..., None]
         if str(at.dtype).rpartition(".")[2] not in rope_tables.dtypes["I"]:
             at = self._float32(at)
         cos, sin = self._rope_tables(self._constant(at), steps, section)
         if heads:
-            return self._rope_packed(x, cos, sin, heads, interleaved)  # type: ignore[no-any-return]
-        return self._rope(x, cos, sin, interleaved)  # type: ignore[no-any-return]
+            return self._rope_packed(given, cos, sin, heads, interleaved)  # type: ignore[no-any-return]
+        return self._rope(given, cos, sin, interleaved)  # type: ignore[no-any-return]
 
     def _section(self, sections: tuple[int, ...], mixed: bool, r: int, x: Any) -> Any:
         """Which of the positions of a token each of r angles has."""
@@ -153,17 +159,36 @@ class Layouts(Generic[Array]):
             section = self._xp.where(own, k, section)
         return section
 
-    def _check_sections(self, sections: tuple[int, ...], r: int, count: int) -> None:
-        """Raise ValueError for sections that are not those of r angles, or of so many positions."""
-        problem = ""
-        if sum(sections) != r:
-            problem = f"option `sections` is {sections}, expected a sum of r={r}."
-        elif count != len(sections):
-            problem = f"argument `positions` has {count} positions of a token, expected {len(sections)}, one a section."
-        if problem:
-            raise ValueError(f"cute.rope_from_positions: {problem}")
+
+def _problem(x: Sequence[Any], positions: Sequence[Any], options: tuple[Any, ...], frequencies: Any) -> str:
+    """What is wrong with the shapes and options of a call of ``rope_from_positions``; empty if nothing is."""
+    base, rotary_dim, sections, heads = options
+    if len(x) < 2:
+        return f"argument `x` has {len(x)} dims, expected at least 2: T[*m h d]."
+    size = rotary_dim or x[-1]
+    if size % 2 or rotary_dim < 0:
+        return f"option `rotary_dim` is {size}, expected an even number."
+    if not base > 0:
+        return f"option `base` is {shown(base)}, expected a positive number."
+    if isinstance(heads, bool) or not isinstance(heads, int) or heads < 0:
+        return f"option `heads` is {shown(heads)}, expected how many heads are rotated, or 0."
+    if sections and (not all(isinstance(each, int) for each in sections) or sum(sections) != size // 2):
+        return f"option `sections` is {shown(sections)}, expected a sum of r={size // 2}."
+    if problem := _misplaced(x[:-2], positions, len(sections)):
+        return f"argument `positions` {problem}"
+    if frequencies is not None and [*frequencies.shape] != [size // 2]:
+        return f"argument `frequencies` has the shape {[*frequencies.shape]}, expected [{size // 2}]."
+    return ""
 
 
-def _any(array: Any) -> Any:
-    """An array of whose framework nothing is known here."""
-    return array
+def _misplaced(rows: Sequence[Any], positions: Sequence[Any], sections: int) -> str:
+    """What is wrong with the shape of positions of so many rows; empty if nothing is."""
+    if sections and (not positions or positions[0] != sections):
+        return f"has {positions[0] if positions else 'no'} positions of a token, expected {sections}, one a section."
+    lead = list(positions[bool(sections) :])
+    while lead and lead[0] == 1:
+        lead = lead[1:]
+    last = rows[max(len(rows) - len(lead), 0) :]
+    if len(lead) > len(rows) or any(a != b and a != 1 for a, b in zip(lead, last, strict=True)):
+        return f"has the shape {[*positions]}, expected the last ones of *m={tuple(rows)}, or 1."
+    return ""

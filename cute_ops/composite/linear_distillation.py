@@ -18,7 +18,7 @@ from cute_ops.declaration.shapes import FLOATS
 from cute_ops.declaration.split import Sharding
 from cute_ops.declaration.tensor import Tensor
 from cute_ops.ops.checks import no_columns
-from cute_ops.ops.reduction.divergence import divergence
+from cute_ops.ops.reduction.divergence import check, divergence
 
 Arrays: TypeAlias = Mapping[str, Any]
 NAME = "linear_distillation_loss"
@@ -61,12 +61,7 @@ def _own(attrs: Arrays) -> Arrays:
 
 
 def _check(binding: Binding) -> str | None:
-    attrs = binding.attrs
-    if not 0 <= attrs["beta"] <= 1:
-        return f"attribute `beta` is {attrs['beta']}, expected a number from 0 to 1."
-    if attrs["temperature"] <= 0:
-        return f"attribute `temperature` is {attrs['temperature']}, expected a positive number."
-    return no_columns(binding, "weight") or linear.check_accum(binding)
+    return check(binding) or no_columns(binding, "weight") or linear.check_accum(binding)
 
 
 _INPUTS = {

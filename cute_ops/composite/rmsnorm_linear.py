@@ -138,7 +138,7 @@ def rmsnorm_linear(
     found = traced(epilogue, shapes, weight, attrs, "rmsnorm_linear")
     allowed = [(f"operand{i}" if name in TAKEN else name, shape) for i, (name, shape) in enumerate(found.operands)]
     called = epilogue if isinstance(epilogue, str) and epilogue in NAMED else ""
-    named = weight == "n k" and save == "pre" and allowed in ([], [("bias", "n")])
+    named = weight == "n k" and save == "pre" and not attrs and allowed in ([], [("bias", "n")])
     made = _op(found._replace(operands=tuple(allowed)), called if named else "", weight, save, halves, batched)
     if made is None:
         refuse_batch(epilogue, "rmsnorm_linear")

@@ -6,7 +6,8 @@ numbers per token or sequence, in float32.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from math import inf
 from typing import Any, Generic, TypeVar
 
 from cute_ops.composite.linear_distillation import linear_distillation_rows
@@ -25,10 +26,14 @@ class Training(Generic[Array]):
         xp: its namespace: ``torch`` or ``jax.numpy``.
         losses: its ``linear_cross_entropy``.
         register: makes functions of ops.
+        array: what a caller gives as an array as one.
     """
 
-    def __init__(self, xp: Any, losses: Callable[..., Any], register: Callable[..., Any]) -> None:
-        self._xp, self._losses, self._distillation = xp, losses, register(linear_distillation_rows)
+    def __init__(
+        self, xp: Any, losses: Callable[..., Any], register: Callable[..., Any], array: Callable[[Any], Any]
+    ) -> None:
+        self._xp, self._losses, self._array = xp, losses, array
+        self._distillation = register(linear_distillation_rows)
 
     def linear_log_probs(
         self, hidden: Array, weight: Array, target: Array, bias: Array | None = None, *, average: bool = False,
@@ -50,7 +55,10 @@ class Training(Generic[Array]):
         Returns:
             float32 ``[*m]``.
         """
-        tokens, kept = self._tokens(hidden, weight, target, bias, ignore_index, temperature)
+        function, labels = "linear_log_probs", self._array(target)
+        if not labels.shape:
+            raise ValueError(f"cute.{function}: argument `target` has 0 dims, expected at least 1: I[*m s].")
+        tokens, kept = self._tokens(function, (hidden, weight, labels, bias), ignore_index, temperature)
         total = tokens.sum(-1)
         return total / kept.sum(-1) if average else total  # type: ignore[no-any-return]
 
@@ -100,15 +108,17 @@ class Training(Generic[Array]):
         Source: Rafailov et al., DPO, 2023; Azar et al., IPO, 2023; Hong et al., ORPO, 2024; Meng et al., SimPO, 2024;
         Xu et al., CPO, 2024; Ethayarajh et al., KTO, 2024.
         """
-        count = self._check_preference(kind, target, reference, desirable)
-        tokens, kept = self._tokens(hidden, weight, target, bias, ignore_index, temperature)
+        function, labels = "linear_preference_loss", self._array(target)
+        count = self._check_preference(function, kind, labels, reference, desirable)
+        tokens, kept = self._tokens(function, (hidden, weight, labels, bias), ignore_index, temperature)
         log_probs = tokens.sum(-1)
         if kind in ("orpo", "simpo"):
             log_probs = log_probs / kept.sum(-1)
-        given: Any = reference
-        ratios = log_probs - given if kind in ("dpo", "ipo", "kto") else log_probs
+        ratios = log_probs
+        if kind in ("dpo", "ipo", "kto"):
+            ratios = log_probs - self._numbers(function, "reference", reference, labels.shape[:1])
         if kind == "kto":
-            losses = self._kto(ratios, desirable, beta, kl)
+            losses = self._kto(ratios, self._numbers(function, "desirable", desirable, labels.shape[:1]), beta, kl)
         else:
             losses = self._pairs(kind, ratios[:count], ratios[count:], (beta, gamma, label_smoothing))
         loss = losses.mean()
@@ -152,15 +162,19 @@ class Training(Generic[Array]):
 
         Source: Shao et al., DeepSeekMath, 2024; Liu et al., Understanding R1-Zero-Like Training, 2025.
         """
-        self._check_kind("linear_policy_loss", kind, POLICIES)
-        xp = self._xp
-        tokens, kept = self._tokens(hidden, weight, target, bias, ignore_index, temperature)
-        before = constant(self._xp, tokens) if old is None else old
-        gain: Any = advantages
-        ratio = xp.exp(tokens - before)
-        losses = -xp.minimum(ratio * gain[:, None], xp.clip(ratio, 1 - clip_low, 1 + clip_high) * gain[:, None])
+        function, xp, labels = "linear_policy_loss", self._xp, self._array(target)
+        self._check_kind(function, kind, POLICIES)
+        self._check_dims(function, labels)
+        gain = self._numbers(function, "advantages", advantages, labels.shape[:1])[:, None]
+        earlier, reference = (
+            None if given is None else self._numbers(function, name, given, labels.shape)
+            for name, given in (("old", old), ("reference", reference))
+        )
+        tokens, kept = self._tokens(function, (hidden, weight, labels, bias), ignore_index, temperature)
+        ratio = xp.exp(tokens - (constant(xp, tokens) if earlier is None else earlier))
+        losses = -xp.minimum(ratio * gain, xp.clip(ratio, 1 - clip_low, 1 + clip_high) * gain)
         if reference is not None and beta:
-            further = reference - tokens
+            further: Any = reference - tokens  # type: ignore[operator]
             losses = losses + beta * (xp.exp(further) - further - 1)
         losses = losses * kept
         if kind == "grpo":
@@ -212,8 +226,7 @@ class Training(Generic[Array]):
         )
         if target is None:
             return soft * rows.mean()  # type: ignore[no-any-return]
-        classes: Any = target
-        kept = classes != ignore_index
+        kept = self._numbers("linear_distillation_loss", "target", target, rows.shape) != ignore_index
         loss = soft * self._xp.where(kept, rows, 0 * rows).sum() / kept.sum()
         if hard:
             loss = loss + hard * self._losses(hidden, weight, target, bias, ignore_index)
@@ -222,11 +235,16 @@ class Training(Generic[Array]):
     # --- parts -------------------------------------------------------------------------------------------------------
 
     def _tokens(
-        self, hidden: Any, weight: Any, target: Any, bias: Any, ignore_index: int, temperature: float
-    ) -> tuple[Any, Any]:
+        self, function: str, head: tuple[Any, ...], ignore_index: int, temperature: float
+    ) -> tuple[Any, Any]:  # fmt: skip
         """The log-probability of each token, 0 where it is ignored, and whether it counts, in float32."""
-        loss = self._losses(hidden, weight, target, bias, ignore_index, reduction="none", logit_scale=1.0 / temperature)
-        return -loss, 0 * constant(self._xp, loss) + (target != ignore_index)
+        if isinstance(temperature, bool) or not isinstance(temperature, int | float):
+            raise TypeError(f"cute.{function}: option `temperature` must be float, got {shown(temperature)}.")
+        if not 0 < temperature < inf:
+            problem = f"option `temperature` is {shown(temperature)}, expected a positive number."
+            raise ValueError(f"cute.{function}: {problem}")
+        loss = self._losses(*head, ignore_index, reduction="none", logit_scale=1.0 / temperature)
+        return -loss, 0 * constant(self._xp, loss) + (head[2] != ignore_index)
 
     def _pairs(self, kind: str, c: Any, r: Any, options: tuple[float, float, float]) -> Any:
         """The loss of each pair."""
@@ -255,15 +273,33 @@ class Training(Generic[Array]):
             known = ", ".join(map(repr, kinds[:-1])) + f" or {kinds[-1]!r}"
             raise ValueError(f"cute.{name}: option `kind` is {shown(kind)}, expected {known}.")
 
-    def _check_preference(self, kind: str, target: Any, reference: Any, desirable: Any) -> int:
+    def _check_dims(self, function: str, target: Any) -> None:
+        """Raise ValueError unless targets are those of sequences."""
+        if len(target.shape) != 2:
+            raise ValueError(f"cute.{function}: argument `target` has {len(target.shape)} dims, expected 2: I[b s].")
+
+    def _numbers(self, function: str, name: str, given: Any, shape: Sequence[Any]) -> Any:
+        """An argument as an array of one real number, or bool, for each sequence or token."""
+        array, expected = self._array(given), [*shape]
+        if [*array.shape] != expected:
+            problem = f"argument `{name}` has the shape {[*array.shape]}, expected {expected}."
+            raise ValueError(f"cute.{function}: {problem}")
+        dtype = str(array.dtype).rpartition(".")[2]
+        if dtype.startswith(("complex", "float8")) or (dtype == "bool") != (name == "desirable"):
+            expects = "bool" if name == "desirable" else "integers" if name == "target" else "float32"
+            raise TypeError(f"cute.{function}: argument `{name}` has dtype {dtype}, expected {expects}.")
+        return array
+
+    def _check_preference(self, name: str, kind: str, target: Any, reference: Any, desirable: Any) -> int:
         """The number of pairs, or of KTO's sequences."""
-        name = "linear_preference_loss"
         self._check_kind(name, kind, PREFERENCES)
+        self._check_dims(name, target)
         if kind in ("dpo", "ipo", "kto") and reference is None:
             raise ValueError(f"cute.{name}: argument `reference` is None, which {kind!r} needs.")
         if kind == "kto" and desirable is None:
             raise ValueError(f"cute.{name}: argument `desirable` is None, which 'kto' needs.")
         sequences = int(target.shape[0])
         if kind != "kto" and sequences % 2:
-            raise ValueError(f"cute.{name}: {sequences} sequences are no pairs of chosen and rejected ones.")
+            problem = f"argument `target` has {sequences} sequences, which are no pairs of chosen and rejected ones."
+            raise ValueError(f"cute.{name}: {problem}")
         return sequences if kind == "kto" else sequences // 2

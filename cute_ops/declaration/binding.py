@@ -211,8 +211,8 @@ class _Call:
         whole = self.dims[tensor.rows or ""]
         lead = own_lead(tensor, array)
         last = whole[max(len(whole) - len(lead), 0) :]
-        if len(lead) > len(whole) or any(a != b and a != 1 for a, b in zip(lead, last, strict=True)):
-            came = tuple(array.shape[: len(array.shape) - len(tensor.dims)])
+        came = tuple(array.shape[: len(array.shape) - len(tensor.dims)])
+        if len(came) > len(whole) or any(a != b and a != 1 for a, b in zip(lead, last, strict=True)):
             problem = f"has leading dims {came}, expected the last ones of *{tensor.rows}={whole}, or 1."
             raise self.error(ValueError, f"argument `{name}` {problem}")
 

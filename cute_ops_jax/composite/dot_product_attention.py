@@ -6,14 +6,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
+from cute_ops.errors import shown
 from cute_ops.ops.attention.attention import HALVES, attention
 from cute_ops_jax.primitive.arrays import as_array, checked
 from cute_ops_jax.primitive.function import register
 
 Array = jax.Array
 Window = int | tuple[int, int]
+_NAME = "cute.dot_product_attention"
 
 
 @checked
@@ -45,20 +48,37 @@ def dot_product_attention(
         ``[B, T, N, H]``, as ``query``; with ``return_residual`` a tuple of that and the residual.
     """
     q, k, v = map(as_array, (query, key, value))
+    _check(q, k, v, is_causal, local_window_size)
     sides = _sides(q, k, is_causal, local_window_size) if _takes(q, k, v, scale) else None
     others = bias, mask, query_seq_lengths, key_value_seq_lengths, implementation
     if sides is None or any(each is not None for each in others):
         theirs: Any = jax.nn.dot_product_attention
-        return theirs(
-            q, k, v, bias, mask, scale=scale, is_causal=is_causal, query_seq_lengths=query_seq_lengths,
-            key_value_seq_lengths=key_value_seq_lengths, local_window_size=local_window_size,
-            implementation=implementation, return_residual=return_residual,
-        )  # fmt: skip
+        try:
+            return theirs(
+                q, k, v, bias, mask, scale=scale, is_causal=is_causal, query_seq_lengths=query_seq_lengths,
+                key_value_seq_lengths=key_value_seq_lengths, local_window_size=local_window_size,
+                implementation=implementation, return_residual=return_residual,
+            )  # fmt: skip
+        except (TypeError, ValueError) as error:
+            if type(error) not in (TypeError, ValueError):  # what is wrong with a program, such as a traced flag
+                raise
+            raise type(error)(f"{_NAME}: in jax.nn.dot_product_attention: {error}") from error
     if is_causal:  # no query attends to later keys
         k, v = (x[..., : q.shape[-3], :, :] for x in (k, v))
     left, right = sides
     out, lse = register(attention)(q, k, v, scale=scale or 0.0, causal=is_causal, left=left, right=right)
     return (out, jnp.swapaxes(lse, -1, -2).astype(out.dtype)) if return_residual else out
+
+
+def _check(q: Array, k: Array, v: Array, is_causal: Any, window: Any) -> None:
+    for name, array in (("query", q), ("key", k), ("value", v)):
+        if array.ndim not in (3, 4):
+            raise ValueError(f"{_NAME}: argument `{name}` has {array.ndim} dims, expected 3 or 4: [B, S, K, H].")
+    if not isinstance(is_causal, bool | np.bool_):
+        raise TypeError(f"{_NAME}: option `is_causal` must be bool, got {shown(is_causal)}.")
+    sides = window if isinstance(window, tuple | list) else (window, window)
+    if window is not None and (len(sides) != 2 or not all(type(side) is int for side in sides)):
+        raise TypeError(f"{_NAME}: option `local_window_size` is {shown(window)}, expected an int or two of them.")
 
 
 def _takes(q: Array, k: Array, v: Array, scale: float | None) -> bool:

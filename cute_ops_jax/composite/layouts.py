@@ -5,7 +5,7 @@ import numpy as np
 
 from cute_ops.composite.layouts import Layouts
 from cute_ops.composite.public import published
-from cute_ops_jax.primitive.arrays import checked
+from cute_ops_jax.primitive.arrays import as_array, checked
 from cute_ops_jax.primitive.function import register
 
 _layouts = Layouts(
@@ -17,6 +17,7 @@ _layouts = Layouts(
     kept=lambda key, make, x: make(),
     constant=jax.lax.stop_gradient,
     turned=lambda x: jax.numpy.moveaxis(x, 0, -1),
+    array=as_array,
     channels_last=lambda x: False,
 )
 group_norm = published(_layouts.group_norm, __name__, "Array", checked)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from cute_ops.composite import linear_cross_entropy as declared
 from cute_ops.composite.public import continued
+from cute_ops.errors import shown
 from cute_ops.ops.reduction.cross_entropy import cross_entropy
 from cute_ops_jax import _compat
 from cute_ops_jax.primitive.arrays import checked
@@ -171,5 +172,9 @@ def _loss(function: Any, layer: tuple[Any, ...], attrs: dict[str, Any], options:
     hidden, weight, target, bias = (None if a is None else jnp.asarray(a) for a in layer)
     rows, total = map(function, (declared.linear_cross_entropy_rows, declared.linear_cross_entropy_total))
     accum = options["accum_dtype"]
-    options = {**options, "accum_dtype": str(jnp.dtype(jnp.float32 if accum is None else accum))}
+    try:
+        options = {**options, "accum_dtype": str(jnp.dtype(jnp.float32 if accum is None else accum))}
+    except (TypeError, ValueError):
+        problem = f"option `accum_dtype` is {shown(accum)}, expected a dtype."
+        raise TypeError(f"cute.linear_cross_entropy: {problem}") from None
     return declared.loss(rows, total, (hidden, weight, target, bias), attrs, **options)  # type: ignore[no-any-return]

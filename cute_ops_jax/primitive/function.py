@@ -15,7 +15,7 @@ from cute_ops.declaration import lists
 from cute_ops.declaration.headers import check_declaration, header
 from cute_ops.declaration.messages import message, without_bias
 from cute_ops.declaration.op import Op
-from cute_ops.errors import shown, wrong_arguments
+from cute_ops.errors import is_array, shown, wrong_arguments
 from cute_ops_jax import _compat
 from cute_ops_jax.distributed.slices import spread
 from cute_ops_jax.distributed.varying import Axes, alike, as_axes, manual
@@ -170,5 +170,8 @@ def _check_arguments(op: Op, header: inspect.Signature, args: Sequence[Any], kwa
             fail(f"{what} `{name}` must be {kind}, got a JAX array {came}: {why}{without_bias(op)}.")
         try:
             hash(value)
+            plain = not is_array(value)  # jit compares what is static, of which an array gives an array
         except TypeError:
+            plain = False
+        if not plain:
             fail(f"attribute `{name}` must be {kind}, got {shown(value)}.")

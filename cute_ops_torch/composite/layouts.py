@@ -17,6 +17,7 @@ _layouts = Layouts(
     kept=constant_of_device,
     constant=torch.detach,
     turned=lambda x: x.movedim(0, -1),
+    array=lambda x: x,
     channels_last=lambda x: (
         x.ndim == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
     ),

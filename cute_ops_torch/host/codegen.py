@@ -48,7 +48,7 @@ def make(_otherwise, {values}):
     def {name}({parameters}):
         try:
             _fits = {condition}
-        except (RuntimeError, ValueError):  # an attribute that is an array is neither equal nor not
+        except (RuntimeError, ValueError, OverflowError):  # an attribute that is an array is neither equal nor not
             _fits = False
         if _fits:
             return {result}

@@ -209,9 +209,9 @@ def odd_arrays(adapter: Adapter) -> Iterator[Any]:
 
 
 def test_wrong_calls_are_named_without_values(adapter: Adapter) -> None:
-    """Drawn ones, of every function: no error of Python's or the framework's, and no elements of arrays."""
-    count = {"torch": 8, "jax": 2}[adapter.name]
-    found = complaints(adapter.ours, adapter.array, [*odd_arrays(adapter)], count, np.random.default_rng(34))
+    """Drawn ones, of every function, or of some: no error of Python's or the framework's, and no elements of arrays."""
+    count, every = {"torch": (8, 1), "jax": (3, 3)}[adapter.name]  # of JAX a good call takes a compilation
+    found = complaints(adapter.ours, adapter.array, [*odd_arrays(adapter)], count, np.random.default_rng(34), every)
     assert not found, "\n\n".join(found)
 
 

@@ -72,3 +72,12 @@ def test_rmsnorm_linear_of_a_batch_of_weights(adapter: Adapter, kind: str, trans
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
     for got, right in zip(slopes, exact, strict=True):
         np.testing.assert_allclose(got, right, rtol=1e-4, atol=1e-5)
+
+
+def test_a_bias_that_is_a_number_is_added(adapter: Adapter) -> None:
+    """It is an attribute of the epilogue, whose value the op's name has to tell."""
+    x, weight = (adapter.array(np.ones(shape, np.float32)) for shape in ((3, 8), (4, 8)))
+    for bias in (1.0, 2.0, 3):
+        for epilogue, expected in (("bias", 8.0 + bias), ("silu", (8.0 + bias) / (1 + np.exp(-8.0 - bias)))):
+            found = adapter.ours.rmsnorm_linear(x, None, weight, epilogue=epilogue, bias=bias, eps=0.0)
+            np.testing.assert_allclose(adapter.numpy(found), expected, rtol=1e-5)

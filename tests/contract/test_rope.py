@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -49,9 +50,10 @@ def test_batches_of_tables(adapter: Adapter, lead: tuple[int, ...]) -> None:
     np.testing.assert_allclose(numpy(adapter.vmap(lambda *t: rope(single, *t))(*both))[1], expected[0], **close)
 
 
-def test_other_leading_dims_are_refused(adapter: Adapter) -> None:
-    x, table = adapter.arrays([problem((5, 3))[0], np.ones((5, 32), np.float32)])
-    text = r"argument `cos` has leading dims \(5,\), expected the last ones of \*m=\(5, 3\), or 1\."
+@pytest.mark.parametrize("lead", [(5,), (1, 5, 3)], ids=str)
+def test_other_leading_dims_are_refused(adapter: Adapter, lead: tuple[int, ...]) -> None:
+    x, table = adapter.arrays([problem((5, 3))[0], np.ones((*lead, 32), np.float32)])
+    text = rf"argument `cos` has leading dims {re.escape(str(lead))}, expected the last ones of \*m=\(5, 3\), or 1\."
     with pytest.raises(ValueError, match=text):
         adapter.ours.rope(x, table, table)
 
@@ -135,10 +137,18 @@ def test_positions_in_place_of_tables(adapter: Adapter, sections: tuple[int, ...
         ({"rotary_dim": 7}, "option `rotary_dim` is 7, expected an even number"),
         ({"sections": (1, 2)}, r"option `sections` is \(1, 2\), expected a sum of r=4"),
         ({"sections": (1, 1, 2)}, "argument `positions` has 2 positions of a token, expected 3, one a section"),
+        ({"sections": (4,)}, "argument `positions` has 2 positions of a token, expected 1, one a section"),
+        ({"sections": (2.0, 2.0)}, "option `sections` is .*, expected a sum of r=4"),
+        ({"sections": (1, 3)}, r"argument `positions` has the shape \[2, 4\], expected the last ones of \*m=\(2, 5\), or 1"),
+        ({"heads": -1}, "option `heads` is -1, expected how many heads are rotated, or 0"),
+        ({"base": 0.0}, "option `base` is 0.0, expected a positive number"),
+        ({"frequencies": np.ones(3, np.float32)}, r"argument `frequencies` has the shape \[3\], expected \[4\]"),
     ],
 )  # fmt: skip
 def test_what_positions_refuse(adapter: Adapter, options: dict[str, Any], text: str) -> None:
-    x, at = adapter.array(np.ones((2, 5, 3, 8), np.float32)), adapter.array(np.zeros((2, 5), np.int32))
+    shape = (2, 4) if options.get("sections") == (1, 3) else (2, 5)
+    x, at = adapter.array(np.ones((2, 5, 3, 8), np.float32)), adapter.array(np.zeros(shape, np.int32))
+    options = {name: adapter.array(v) if isinstance(v, np.ndarray) else v for name, v in options.items()}
     with pytest.raises(ValueError, match=text):
         adapter.ours.rope_from_positions(x, at, **options)
 

@@ -161,7 +161,7 @@ def test_log_probabilities(adapter: Adapter) -> None:
     [
         (lambda ours, *a: ours.linear_preference_loss(*a, kind="ppo"), "option `kind` is 'ppo', expected 'dpo', 'ipo'"),
         (lambda ours, *a: ours.linear_preference_loss(*a), "argument `reference` is None, which 'dpo' needs"),
-        (lambda ours, h, w, t: ours.linear_preference_loss(h[:3], w, t[:3], kind="cpo"), "3 sequences are no pairs"),
+        (lambda ours, h, w, t: ours.linear_preference_loss(h[:3], w, t[:3], kind="cpo"), "argument `target` has 3 sequences, which are"),
         (lambda ours, h, w, t: ours.linear_preference_loss(h, w, t, h[:, 0, 0], kind="kto"),
          "argument `desirable` is None, which 'kto' needs"),
         (lambda ours, h, w, t: ours.linear_policy_loss(h, w, t, h[:, 0, 0], kind="dpo"),
@@ -172,8 +172,16 @@ def test_log_probabilities(adapter: Adapter) -> None:
          "attribute `beta` is 2.0, expected a number from 0 to 1"),
         (lambda ours, h, w, t: ours.linear_distillation_loss(h, w, h, w, temperature=0.0),
          "attribute `temperature` is 0.0, expected a positive number"),
+        (lambda ours, h, w, t: ours.linear_log_probs(h, w, t, temperature=0.0),
+         "cute.linear_log_probs: option `temperature` is 0.0, expected a positive number"),
+        (lambda ours, h, w, t: ours.linear_log_probs(h, w[:, 1:], t),
+         "cute.linear_log_probs: in linear_cross_entropy: argument `weight` has h="),
+        (lambda ours, h, w, t: ours.linear_policy_loss(h, w, t, h[:, 0, :2]), "argument `advantages` has the shape "),
+        (lambda ours, h, w, t: ours.linear_policy_loss(h, w, t, h[:, 0, 0], h[:, :1, 0]), "argument `old` has the shape "),
+        (lambda ours, h, w, t: ours.linear_distillation_loss(h, w, h, w, t[:, :1]), "argument `target` has the shape "),
     ],
-    ids=["kind", "reference", "pairs", "desirable", "policy", "hard", "beta", "temperature"],
+    ids=["kind", "reference", "pairs", "desirable", "policy", "hard", "beta", "temperature", "scale", "weight",
+         "advantages", "old", "target"],
 )  # fmt: skip
 def test_what_is_refused(adapter: Adapter, call: Any, text: str) -> None:
     with pytest.raises(ValueError, match=text):

@@ -244,7 +244,7 @@ def test_an_output_that_would_be_half_a_number() -> None:
         bind(sizes_op("k/7"), sizes_of())
 
 
-@pytest.mark.parametrize("lead", [(), (5,), (1, 5), (3, 5), (1, 1, 5), (3, 1), (1,), (1, 3, 1)])
+@pytest.mark.parametrize("lead", [(), (5,), (1, 5), (3, 5), (3, 1), (1,), (1, 1)])
 def test_leading_dims_that_broadcast(lead: tuple[int, ...]) -> None:
     x = Array((3, 5, 2, 8), "float32")
     bound = bind(table_op(), {"table": Array((*lead, 4), "float32"), "x": x})
@@ -252,7 +252,7 @@ def test_leading_dims_that_broadcast(lead: tuple[int, ...]) -> None:
     assert bound.outputs == {"out": Array((3, 5, 2, 4), "float32")}
 
 
-@pytest.mark.parametrize("lead", [(3,), (3, 3), (5, 5), (2, 3, 5), (2, 1)])
+@pytest.mark.parametrize("lead", [(3,), (3, 3), (5, 5), (2, 3, 5), (2, 1), (1, 1, 5), (1, 3, 1)])
 def test_leading_dims_that_do_not_broadcast(lead: tuple[int, ...]) -> None:
     with pytest.raises(ValueError) as caught:
         bind(table_op(), {"table": Array((*lead, 4), "float32"), "x": Array((3, 5, 2, 8), "float32")})

@@ -42,6 +42,7 @@ def fused(
     grad_doc: str = "",
     finish: Finish | None = None,
     squeezed: bool = False,
+    check: Callable[[Any], str | None] | None = None,
 ) -> Op:
     """The op of a function, with its gradient. Its kernel computes the whole function in one pass.
 
@@ -73,6 +74,7 @@ def fused(
         grad_doc: the gradient's docstring.
         finish: what Python functions do after the op.
         squeezed: whether outputs that follow from reductions alone have the shape ``*m``, without a last dim of 1.
+        check: as in :class:`Op`.
 
     A gradient that is an output's cotangent itself, as that of ``residual`` above, is not written. A gradient that two
     operands share is written once. Where that reads fewer tiles, gradients read an output in place of the operands that
@@ -90,7 +92,7 @@ def fused(
     shapes = {key: shape_of(operand) for key, operand in operands.items()}
     found = _Fused(
         name, Traces(name, function, shapes, attrs), operands, outputs=outputs, attrs=attrs, cases=cases,
-        no_gradient=no_gradient, squeezed=squeezed, later=function.__module__.startswith("cute_ops."),
+        no_gradient=no_gradient, squeezed=squeezed, check=check, later=function.__module__.startswith("cute_ops."),
     )  # fmt: skip
     return found.op(
         function.__module__, doc or inspect.getdoc(function) or f"``{name}`` in one pass.", grad_doc, finish
@@ -200,8 +202,9 @@ class _Fused:
     def __init__(
         self, name: str, expression: ByAttrs[Expression], operands: Mapping[str, str], *, outputs: Sequence[str] = (),
         attrs: Attrs | None = None, cases: tuple[Case, ...] = CASES, no_gradient: Sequence[str] = (),
-        squeezed: bool = False, later: bool = False,
+        squeezed: bool = False, later: bool = False, check: Callable[[Any], str | None] | None = None,
     ) -> None:  # fmt: skip
+        self.check = check
         self.name, self.expression, self.attrs, self.cases = name, expression, attrs or {}, cases
         self.later = later and bool(attrs)
         self.whole = tuple(key for key, operand in operands.items() if _declared(operand)[0] in (BOOL, INT))
@@ -288,10 +291,13 @@ class _Fused:
         whole = forward.by_rows or any("2n" in shape for shape in self.operands.values())
         return {
             "attrs": self.attrs, "cases": self.cases, "config": Formula.config_alone,
-            "check": _check_rows if self.shared else None,
+            "check": self._problem if self.check or self.shared else None,
             "static": ("n",) if counts and not forward.by_rows else WhileFew(*("nd" if self.stretched else "n")),
             "sharding": Sharding(parallel=(*self._devices, *(() if whole else ("n",)))),
         }  # fmt: skip
+
+    def _problem(self, binding: Any) -> str | None:
+        return (self.check and self.check(binding)) or (_check_rows(binding) if self.shared else None)
 
     def op(self, module: str, doc: str, grad_doc: str = "", finish: Finish | None = None) -> Op:
         """The op, of a function of this module, with its gradient."""

@@ -6,8 +6,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from cute_ops.declaration.binding import Binding
 from cute_ops.declaration.case import Case
 from cute_ops.ops import docs
+from cute_ops.ops.checks import FINITE, within
 from cute_ops.ops.expression.fused import fused
 
 ROW: Mapping[str, Any] = {"axis": -1, "keepdims": True}
@@ -48,9 +50,15 @@ def _divergence(xp: Any, student: Any, teacher: Any, *, beta: float, temperature
     return xp.sum(p * xp.stop_gradient(log_p - log_mixed) + from_q, **ROW) * math.log(2)
 
 
+def check(binding: Binding) -> str | None:
+    if (temperature := binding.attrs["temperature"]) <= 0:
+        return f"attribute `temperature` is {temperature}, expected a positive number."
+    return within(beta=(0.0, 1.0), temperature=FINITE)(binding)
+
+
 divergence = fused(
     _divergence, name="divergence", operands={"student": "*m n", "teacher": "*m n"}, outputs=("loss",), cases=CASES,
-    attrs={"beta": 0.5, "temperature": 1.0}, no_gradient=("teacher",), squeezed=True,
+    attrs={"beta": 0.5, "temperature": 1.0}, no_gradient=("teacher",), squeezed=True, check=check,
     grad_doc="Gradient of :func:`divergence` to the student's logits.",
     doc=f"""The generalised Jensen-Shannon divergence of a student's and a teacher's distributions.
 
@@ -68,7 +76,7 @@ divergence = fused(
 
     Raises:
         TypeError: a dtype that is not listed, or two different ones.
-        ValueError: shapes that do not fit, a last dim that is not contiguous.
+        ValueError: shapes that do not fit, an attribute out of its range, a last dim that is not contiguous.
 
     Source: Agarwal et al., On-Policy Distillation of Language Models, 2023.
     """,

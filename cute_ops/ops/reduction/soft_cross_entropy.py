@@ -8,6 +8,7 @@ from typing import Any
 from cute_ops.declaration.case import Case
 from cute_ops.declaration.finish import Finish
 from cute_ops.ops import docs
+from cute_ops.ops.checks import FINITE, NOT_NEGATIVE, within
 from cute_ops.ops.expression.fused import fused
 
 ROW: Mapping[str, Any] = {"axis": -1, "keepdims": True}
@@ -54,7 +55,7 @@ soft_cross_entropy = fused(
     outputs=("loss",), cases=CASES,
     attrs={"label_smoothing": 0.0, "z_loss": 0.0, "softcap": 0.0, "logit_scale": 1.0},
     finish=Finish(_reduced, {"reduction": ("mean", "sum", "none")}, {"reduction": "none"}),
-    squeezed=True,
+    squeezed=True, check=within(label_smoothing=(0.0, 1.0), z_loss=FINITE, softcap=NOT_NEGATIVE, logit_scale=FINITE),
     grad_doc="Gradients of :func:`soft_cross_entropy` to the logits and to the probabilities.",
     doc=f"""Cross entropy of logits with probabilities of the classes as targets.
 
@@ -79,7 +80,8 @@ soft_cross_entropy = fused(
 
     Raises:
         TypeError: a dtype that is not listed.
-        ValueError: shapes that do not fit, a last dim that is not contiguous, an unknown reduction.
+        ValueError: shapes that do not fit, an attribute out of its range, a last dim that is not contiguous, an unknown
+            reduction.
 
     Source: Hinton et al., Distilling the Knowledge in a Neural Network, 2015.
     """,

@@ -11,6 +11,7 @@ from cute_ops.declaration.program import Program
 from cute_ops.declaration.shapes import FLOATS
 from cute_ops.declaration.tensor import Tensor
 from cute_ops.ops.routing.gathered import gathered_dots, gathered_sum, scattered_dots, scattered_rows
+from cute_ops.ops.checks import FINITE, within
 from cute_ops.ops.routing.places import MOST_CLASSES, class_places
 
 Arrays = Mapping[str, Any]
@@ -81,6 +82,7 @@ WEIGHTS = Tensor("r k", "W", optional=True)
 _T: dict[str, Any] = {"t": lambda dims, attrs: dims["r"] * dims["k"]}
 _SORTING: dict[str, Any] = {
     "dtypes": {"T": FLOATS, "I": ("int64", "int32")}, "attrs": {"experts": 1}, "static": (), "cases": CASES,
+    "check": within(experts=(1.0, FINITE[1])),
 }  # fmt: skip
 _SUMMING: dict[str, Any] = {"dtypes": {"T": FLOATS, "W": FLOATS}, "static": ()}
 
