@@ -174,7 +174,7 @@ class Training(Generic[Array]):
         ratio = xp.exp(tokens - (constant(xp, tokens) if earlier is None else earlier))
         losses = -xp.minimum(ratio * gain, xp.clip(ratio, 1 - clip_low, 1 + clip_high) * gain)
         if reference is not None and beta:
-            further: Any = reference - tokens  # type: ignore[operator]
+            further: Any = reference - tokens
             losses = losses + beta * (xp.exp(further) - further - 1)
         losses = losses * kept
         if kind == "grpo":

@@ -30,7 +30,8 @@ def whole(*numbers: Any) -> np.ndarray:
 
 # A good call of each function: shapes, the number of classes of an index, arrays, or a value.
 ROWS, ROW, COLUMNS = (2, 8), (8,), (6, 8)
-Q, KV, STARTS, TOKENS, SCALAR = (2, 5, 4, 16), halves(2, 5, 2, 16), whole(0, 3, 7), halves(7, 2, 16), np.ones((), np.float32)
+Q, KV, TOKENS = (2, 5, 4, 16), halves(2, 5, 2, 16), halves(7, 2, 16)
+STARTS, SCALAR = whole(0, 3, 7), np.ones((), np.float32)
 GOOD: dict[str, tuple[Any, ...]] = {
     "add_rmsnorm": (ROWS, ROWS, ROW), "add_rmsnorm_fp8": (ROWS, ROWS, ROW), "causal_conv1d": ((2, 8, 6), (6, 4)),
     "cross_entropy": (ROWS, {"classes": 8}), "embedding": ({"classes": 6}, COLUMNS), "gated_linear": (ROWS, (12, 8)),
@@ -57,7 +58,8 @@ GOOD: dict[str, tuple[Any, ...]] = {
     "linear_log_probs": ((2, 3, 8), COLUMNS, whole((1, 2, 3), (4, 5, 0)), (6,)),
     "linear_policy_loss": ((2, 3, 8), COLUMNS, whole((1, 2, 3), (4, 5, 0)), (2,), (2, 3), (2, 3)),
     "linear_preference_loss": ((2, 3, 8), COLUMNS, whole((1, 2, 3), (4, 5, 0)), (2,)),
-    "merge_states": (halves(*Q), (2, 4, 5), halves(*Q), (2, 4, 5)), "permute_tokens": ((2, 8), whole((0, 1), (2, 1)), 3),
+    "merge_states": (halves(*Q), (2, 4, 5), halves(*Q), (2, 4, 5)),
+    "permute_tokens": ((2, 8), whole((0, 1), (2, 1)), 3),
     "qk_norm_rope": ((2, 3, 4, 8), (2, 3, 2, 8), ROW, ROW, (2, 3, 4), (2, 3, 4)),
     "rope_at": ((2, 3, 4, 8), whole((0, 1, 2), (3, 4, 5)), (9, 4), (9, 4)),
     "rope_from_positions": ((2, 3, 4, 8), whole((0, 1, 2), (3, 4, 5))),

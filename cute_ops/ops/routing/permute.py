@@ -10,8 +10,8 @@ from cute_ops.declaration.op import Op
 from cute_ops.declaration.program import Program
 from cute_ops.declaration.shapes import FLOATS
 from cute_ops.declaration.tensor import Tensor
-from cute_ops.ops.routing.gathered import gathered_dots, gathered_sum, scattered_dots, scattered_rows
 from cute_ops.ops.checks import FINITE, within
+from cute_ops.ops.routing.gathered import gathered_dots, gathered_sum, scattered_dots, scattered_rows
 from cute_ops.ops.routing.places import MOST_CLASSES, class_places
 
 Arrays = Mapping[str, Any]
