@@ -18,7 +18,7 @@ from torch import nn
 
 from cute_ops_torch import functions
 from cute_ops_torch.composite.linear_cross_entropy import loss_of_head
-from cute_ops_torch.huggingface import mlp
+from cute_ops_torch.huggingface import mlp, traced
 from cute_ops_torch.huggingface.attention import Bypassed
 from cute_ops_torch.huggingface.bypass import calls, is_plain_linear, reads, takes
 from cute_ops_torch.huggingface.counted_rows import CountedRows
@@ -318,14 +318,36 @@ def _divided(loss: Tensor, count: Tensor | int | float | None) -> Tensor:
 
 
 def _chunk_rows(model: Any, head: nn.Linear, hidden: Tensor) -> int | None:
-    """Rows whose logits fit half of the memory that the gated MLPs have saved; None where that is too little."""
+    """Rows whose logits fit half of the memory that the gated MLPs have saved; None where that is too little, or where
+    sizes are symbols to a compiler.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        from torch._dynamo.comptime import comptime  # start-up time; torch.compile has imported it
+
+        comptime(_note_rows)
+        return traced.noted() or None
+    if torch.compiler.is_compiling():
+        return None
+    return _rows(model, head, hidden, lambda module: mlp.drops_product(module, hidden))
+
+
+def _note_rows(context: Any) -> None:
+    model, head = (traced.module_of(context, name) for name in ("model", "head"))
+    hidden = context.get_local("hidden").as_fake()
+
+    def drops_product(module: Any) -> bool:
+        return mlp.is_silu_mlp(module) and module.down_proj.weight.dtype == hidden.dtype
+
+    known = all(type(size) is int for size in hidden.shape)
+    traced.note((_rows(model, head, hidden, drops_product) if known else None) or 0)
+
+
+def _rows(model: Any, head: nn.Linear, hidden: Tensor, drops_product: Callable[[Any], bool]) -> int | None:
     modules: list[Any] = list(model.modules())
-    if torch.compiler.is_compiling() or any(getattr(m, "gradient_checkpointing", False) for m in modules):
+    if any(getattr(m, "gradient_checkpointing", False) for m in modules):
         return None
     # A frozen down projection would not have kept the product either.
-    features = sum(
-        m.down_proj.in_features for m in modules if mlp.drops_product(m, hidden) and m.down_proj.weight.requires_grad
-    )
+    features = sum(m.down_proj.in_features for m in modules if drops_product(m) and m.down_proj.weight.requires_grad)
     return rows_in_saved(features * math.prod(hidden.shape[:-1]), head.out_features, hidden.numel())
 
 

@@ -52,7 +52,12 @@ def _gated(mlp: LlamaMLP, x: torch.Tensor, act: str, multiply: Forward) -> Any:
 
 def drops_product(mlp: nn.Module, x: torch.Tensor) -> bool:
     """Whether a module is a gated MLP that does not keep ``act(gate) * up`` for its backward, and nothing looks on."""
-    return runs(mlp, _silu_mlp) and _computes(mlp.act_fn) == "silu" and _is_bypassed(mlp, x)  # type: ignore[arg-type]
+    return is_silu_mlp(mlp) and _is_bypassed(mlp, x)  # type: ignore[arg-type]
+
+
+def is_silu_mlp(mlp: nn.Module) -> bool:
+    """Whether a module is a gated MLP with SiLU whose ``forward`` is ours."""
+    return runs(mlp, _silu_mlp) and _computes(mlp.act_fn) == "silu"  # type: ignore[arg-type]
 
 
 def _is_bypassed(mlp: LlamaMLP, x: torch.Tensor) -> bool:

@@ -35,7 +35,7 @@ _RETURNS = "_cute_returns_sums"
 _WAYS = "_cute_ways"
 # (module, number, norm) of each sum whose reader a trace has found and not yet written to the module.
 _found: list[tuple[nn.Module, int, nn.Module]] = []
-# Numbers that Dynamo has read for the traced code, which takes the last one by `_noted`.
+# Numbers that Dynamo has read for the traced code, which takes the last one by `noted`.
 _numbers: list[int] = []
 
 
@@ -46,15 +46,21 @@ def version_of(x: torch.Tensor) -> int:
     from torch._dynamo.comptime import comptime  # start-up time; torch.compile has imported it
 
     comptime(_note_version)
-    return _noted()
+    return noted()
 
 
 def _note_version(context: Any) -> None:
-    _numbers.append(context.get_local("x").as_fake()._version)
+    note(context.get_local("x").as_fake()._version)
+
+
+def note(number: int) -> None:
+    """Give a number that Dynamo has read to the code that it traces, which takes it by :func:`noted`."""
+    _numbers.append(number)
 
 
 @constant
-def _noted() -> int:
+def noted() -> int:
+    """The number noted last."""
     return _numbers.pop()
 
 
@@ -68,7 +74,7 @@ def goes_on(module: nn.Module, number: int) -> bool:
     from torch._dynamo.comptime import comptime
 
     comptime(_note_whole)
-    return bool(_noted())
+    return bool(noted())
 
 
 def _note_whole(context: Any) -> None:
@@ -80,11 +86,11 @@ def _note_whole(context: Any) -> None:
             whole = outer
         outer = getattr(outer, "parent", None)
     if whole is None or translator.output.current_tracer.parent is not None:
-        _numbers.append(0)
+        note(0)
         return
     model, module = _realized(whole.symbolic_locals["self"]).value, _variable(context, "module").value
     reader = vars(module).get(READERS, {}).get(_variable(context, "number").as_python_constant())
-    _numbers.append(int(reader is None or any(each is reader() for each in model.modules())))
+    note(int(reader is None or any(each is reader() for each in model.modules())))
 
 
 def has_set(x: torch.Tensor, name: str) -> bool:
@@ -94,13 +100,13 @@ def has_set(x: torch.Tensor, name: str) -> bool:
     from torch._dynamo.comptime import comptime
 
     comptime(_note_attribute)
-    return bool(_noted())
+    return bool(noted())
 
 
 def _note_attribute(context: Any) -> None:
     variable, name = _variable(context, "x"), _variable(context, "name").as_python_constant()
     translator = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
-    _numbers.append(int(translator.output.side_effects.has_pending_mutation_of_attr(variable, name)))
+    note(int(translator.output.side_effects.has_pending_mutation_of_attr(variable, name)))
 
 
 def learn(norm: nn.Module, module: nn.Module, number: int) -> None:
@@ -121,6 +127,11 @@ def _note_reader(context: Any) -> None:
     number = _variable(context, "number").as_python_constant()
     if norm is not None and module is not None and number not in vars(module).get(READERS, {}):
         _found.append((module, number, norm))
+
+
+def module_of(context: Any, name: str) -> Any:
+    """The module that a local variable of the traced code is."""
+    return _variable(context, name).value
 
 
 def _variable(context: Any, name: str) -> Any:

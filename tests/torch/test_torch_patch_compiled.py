@@ -13,7 +13,7 @@ from torch import nn
 
 import cute_ops_torch
 from cute_ops_torch.host import compiled_call, recorded
-from cute_ops_torch.huggingface import traced
+from cute_ops_torch.huggingface import loss, traced
 from cute_ops_torch.huggingface.masks import without_computing
 from cute_ops_torch.library import reference
 
@@ -193,6 +193,20 @@ def test_a_graph_of_all_lengths() -> None:
     for length in (7, 5):
         given = {name: value[:, :length] for name, value in inputs.items()}
         torch.testing.assert_close(compiled(**given).loss, model(**given).loss, rtol=2e-2, atol=0)
+
+
+def test_a_graph_holds_as_many_logits_as_eager_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of the head's rows are larger behind gated MLPs, which leave memory to them in both."""
+    asked: list[Any] = []
+    find = loss.rows_in_saved
+    monkeypatch.setattr(loss, "rows_in_saved", lambda *sizes: asked.append((*sizes, find(*sizes))) or asked[-1][-1])
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**GROUPED | {"intermediate_size": 256})).train()
+    cute_ops_torch.patch(model)
+    inputs = {"input_ids": (tokens := torch.randint(1, 61, (2, 128))), "labels": tokens}
+    for run in (model, torch.compile(model, backend="eager", fullgraph=True, dynamic=False)):
+        run(**inputs)
+    eager, *traced_ = asked
+    assert {*traced_} == {eager} and eager[-1]
 
 
 def test_outputs_of_a_model_that_ran_before_its_patch_are_kept_once() -> None:
