@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from cute_ops.declaration.config import KernelConfig
 from cute_ops.kernels.tensor_core.sizes import MMA_M
 
@@ -9,6 +11,10 @@ MMA_ROWS, PADDING = 16, 8  # rows of an MMA of a warp, and elements between rows
 BACKWARD_BLOCK = 128  # queries, or keys, of a CTA of warpgroups that computes gradients
 # Of latents by warpgroups: blocks in shared memory, and parts of a block that arrive one after another.
 LATENT_STAGES, LATENT_PARTS = 2, 3
+
+
+OnePass = Literal["", "keys", "queries"]
+Form = Literal["contiguous", "whole_pages", "any_pages"]
 
 
 class AppendConfig(KernelConfig):
@@ -71,8 +77,8 @@ class AttentionBackwardConfig(KernelConfig):
         key_stages: tiles of keys and values in shared memory.
         tile_q: queries of a tile of the kernel of keys and values.
         query_stages: tiles of queries and cotangents in shared memory.
-        one_pass: what a CTA has of its own, ``keys`` or ``queries``, if one kernel computes all gradients, with the
-            tiles and stages of the kernel that has such; empty where two kernels do.
+        one_pass: ``keys`` or ``queries`` if one kernel computes all gradients, by CTAs with a block of these each and
+            the tiles and stages of the kernel of that name; empty where two kernels do.
         warps: of a CTA that multiply by ``mma.sync``, each with 16 queries, or keys; 0 where warpgroups do.
         mask: the expression of the mask; empty if there is none.
         bounds: the expression of the mask's bounds over a tile.
@@ -84,7 +90,7 @@ class AttentionBackwardConfig(KernelConfig):
     key_stages: int
     tile_q: int
     query_stages: int
-    one_pass: str = ""
+    one_pass: OnePass = ""
     warps: int = 0
     mask: str = ""
     bounds: str = ""
@@ -121,7 +127,7 @@ class DecodeConfig(KernelConfig):
         score: the expression of a change of scores; empty if there is none.
     """
 
-    form: str
+    form: Form
     tiles_m: int
     warps: int
     stages: int

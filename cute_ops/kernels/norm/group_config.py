@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from cute_ops.declaration.config import KernelConfig
 
@@ -31,3 +32,8 @@ class GroupConfig(KernelConfig):
     width: int = 0
     vec: int = 0
     keep: bool = False
+
+
+def groups_of(attrs: Mapping[str, Any], dims: Mapping[str, Any]) -> Any:
+    """How many groups of channels: an attribute of the forward, a dim of its gradient's inputs."""
+    return attrs.get("groups") or dims["g"]

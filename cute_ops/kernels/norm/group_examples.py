@@ -17,7 +17,7 @@ from cute_ops.kernels.lib.copy import copy_vector, fragment, gmem_elements, gmem
 from cute_ops.kernels.lib.kept import KeptVectors
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_layout import SMEM_PERCENT, row_address, row_count
-from cute_ops.kernels.norm.group_config import GroupConfig
+from cute_ops.kernels.norm.group_config import GroupConfig, groups_of
 from cute_ops.kernels.norm.group_sums import ClusterChannels, ClusterNumbers, Tensors, slope_of
 
 # Parts of a thread's vectors that it waits for one after another.
@@ -55,7 +55,7 @@ class GroupExamples:
     def __init__(self, variant):
         self.variant, self.config, self.keys = variant, GroupConfig.of(variant.config), variant.tensors
         self.s, self.c = variant.dims["m"], variant.dims["n"]
-        self.groups, self.silu = variant.attrs.get("groups") or variant.dims["g"], variant.attrs["silu"]
+        self.groups, self.silu = groups_of(variant.attrs, variant.dims), variant.attrs["silu"]
         self.d, self.width, self.cluster = self.c // self.groups, self.config.width, self.config.cluster
         itemsize = ITEMSIZE[self.keys["x"].dtype]
         present = [self.keys[name] for name in (*self.inputs, self.target) if self.keys.get(name)]

@@ -20,8 +20,10 @@ from cute_ops.kernels.attention.config import (
     AttentionBackwardConfig,
     AttentionConfig,
     DecodeConfig,
+    Form,
     MergeConfig,
     MlaConfig,
+    OnePass,
 )
 from cute_ops.kernels.tensor_core.sizes import MMA_M
 from cute_ops.ops.attention import mods
@@ -116,9 +118,13 @@ def attention_bwd(own: mods.Own, problem: Problem) -> AttentionBackwardConfig:
     e, one_pass = problem.dims["e"], not problem.attrs["deterministic"]
     if not by_warpgroups(problem.arch):
         one_pass = one_pass and d == e and size <= max(ONE_PASS)
+        choices: list[tuple[OnePass, int, int, int]]
         choices = [("keys", *each) for each in ONE_PASS_BY_WARPS if one_pass and _divides_columns(d, *each[:2])]
         choices += [("", *each) for each in _of_size(BACKWARD_BY_WARPS, problem)]
-        configs = (AttentionBackwardConfig(*each[2:] * 2, each[0], each[1], *changes) for each in choices)
+        configs = (
+            AttentionBackwardConfig(tile, stages, tile, stages, name, warps, *changes)
+            for name, warps, tile, stages in choices
+        )
         return _that_fits(configs, problem)
     if one_pass and d == e and size in ONE_PASS:
         return AttentionBackwardConfig(*tiles[:2], *ONE_PASS[size], "keys", 0, *changes)
@@ -301,7 +307,7 @@ def decode_attention(own: mods.Own, problem: Problem) -> DecodeConfig:
     _check_float8("decode_attention", problem)
     tiles_m = 2 if rows > MMA_ROWS and max(d, e) <= LONGEST_OF_TWO else 1
 
-    def form(keys: int) -> str:
+    def form(keys: int) -> Form:
         if "page_table" not in problem.dtypes:
             return "contiguous"
         return "any_pages" if dims["c"] % keys else "whole_pages"

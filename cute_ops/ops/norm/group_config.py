@@ -10,7 +10,7 @@ from typing import Literal
 from cute_ops.declaration.config import Problem
 from cute_ops.declaration.shapes import ITEMSIZE
 from cute_ops.hardware import ARCHES, MAX_THREADS, VECTOR_BYTES, WARP
-from cute_ops.kernels.norm.group_config import GroupConfig
+from cute_ops.kernels.norm.group_config import GroupConfig, groups_of
 from cute_ops.ops.rows import RESERVED_BYTES, next_power, ring_bytes
 
 # Bytes of shared memory that a CTA takes at most where a cluster can share more: then two fit an SM, of which one loads
@@ -117,7 +117,7 @@ def on_chip(shape: tuple[int, int], groups: int, itemsize: int, inputs: int) -> 
 def examples(problem: Problem) -> GroupConfig:
     """The most channels with which clusters read whole sectors and two CTAs fit an SM, in the fewest CTAs."""
     dims, itemsize = problem.dims, ITEMSIZE[problem.dtypes["x"]]
-    positions, channels, groups = dims["m"], dims["n"], problem.attrs.get("groups") or dims["g"]
+    positions, channels, groups = dims["m"], dims["n"], groups_of(problem.attrs, dims)
     inputs = [name for name in ("x", "dy") if name in problem.aligns]
     aligned = min(problem.aligns[name] for name in inputs)
     limits, room, unit = ARCHES[problem.arch], ring_bytes(problem), VECTOR_BYTES // itemsize

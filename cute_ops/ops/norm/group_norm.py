@@ -19,6 +19,7 @@ from cute_ops.declaration.shapes import FLOATS, ITEMSIZE
 from cute_ops.declaration.tensor import Tensor
 from cute_ops.expressions.tracing import trace
 from cute_ops.hardware import MAX_THREADS, VECTOR_BYTES
+from cute_ops.kernels.norm.group_config import groups_of
 from cute_ops.ops.expression.formula import ByAttrs, Formula, declare
 from cute_ops.ops.expression.fused import fused
 from cute_ops.ops.norm import group_config
@@ -268,20 +269,15 @@ def _examples_bwd(xp: Any, x: Any, dy: Any, mean: Any, rstd: Any, *given: Any, s
     return xp.moveaxis(dx, -1, -3).reshape(x.shape), *(a.reshape((*lead, n)) for a in sums)
 
 
-def _groups(binding: Binding) -> Any:
-    """How many groups: an attribute of the forward, a dim of its gradient's inputs."""
-    return binding.attrs.get("groups") or binding.dims["g"]
-
-
 def _check_groups(binding: Binding) -> str | None:
-    groups, channels = _groups(binding), binding.dims["n"]
+    groups, channels = groups_of(binding.attrs, binding.dims), binding.dims["n"]
     return f"{groups} groups do not divide n={channels}." if groups < 1 or channels % groups else None
 
 
 def _check_examples(binding: Binding) -> str | None:
     if problem := _check_groups(binding):
         return problem
-    group = binding.dims["n"] // _groups(binding)
+    group = binding.dims["n"] // groups_of(binding.attrs, binding.dims)
     if not isinstance(group, int):
         return None
     threads = group // math.gcd(group, VECTOR_BYTES // ITEMSIZE[binding.dtypes["T"]])
