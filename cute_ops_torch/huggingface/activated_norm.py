@@ -9,7 +9,6 @@ place of statements.
 from __future__ import annotations
 
 import ast
-import copy
 import types
 from collections.abc import Iterable, Iterator
 from functools import cache
@@ -19,12 +18,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from cute_ops_torch.composite.layouts import group_norm
 from cute_ops_torch.huggingface.bypass import calls, runs
 from cute_ops_torch.huggingface.match import Forward, Replacement, innermost, named_as
-from cute_ops_torch.huggingface.norm import group_norm_forward, takes_image
+from cute_ops_torch.huggingface.norm import group_norm_forward, run_group_norm, takes_image
 from cute_ops_torch.huggingface.plain_mlp import activation_of, learn
-from cute_ops_torch.huggingface.source import definition
+from cute_ops_torch.huggingface.source import copied, definition
 from cute_ops_torch.huggingface.statements import compiled
 
 Tensor = torch.Tensor
@@ -50,11 +48,7 @@ def now(act: Any, value: Any) -> Any:
     if type(value) is not Waiting:
         return act(value)
     norm, x = value.norm, value.x
-    return _activated(norm, x) if _is_silu(act) else act(norm(x))
-
-
-def _activated(norm: nn.GroupNorm, x: Tensor) -> Tensor:
-    return group_norm(x, norm.weight, norm.bias, norm.num_groups, norm.eps, activation="silu")
+    return run_group_norm(norm, x, "silu") if _is_silu(act) else act(norm(x))
 
 
 def _is_ours(norm: Any, x: Any) -> bool:
@@ -98,7 +92,7 @@ def _computes_silu(function: types.FunctionType) -> bool:
 
 def _with_calls(original: Any) -> Forward:
     """The ``forward`` whose norms wait for the activations behind them."""
-    tree = copy.deepcopy(definition(original))
+    tree = copied(definition(original))
     assert tree is not None  # it has pairs
     for norms, act in _pairs(tree, original.__code__.co_varnames[0]):
         for call, name in (*((norm, _LATER) for norm in norms), (act, _NOW)):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import nn
 
 from cute_ops_torch import functions
-from cute_ops_torch.composite.layouts import group_norm
 from cute_ops_torch.huggingface import residual_norm
 from cute_ops_torch.huggingface.bypass import declined, takes
 from cute_ops_torch.huggingface.match import Replacement, by_source
@@ -56,7 +56,13 @@ def group_norm_forward(self: nn.GroupNorm, input: torch.Tensor) -> Any:
         return NotImplemented  # the original's output is float32 under autocast
     if not takes_image(self, input):
         return declined(self, input, self.weight, self.bias)
-    return group_norm(input, self.weight, self.bias, self.num_groups, self.eps)
+    return run_group_norm(self, input)
+
+
+def run_group_norm(norm: nn.GroupNorm, x: torch.Tensor, activation: str = "none") -> Any:
+    from cute_ops_torch.composite.layouts import group_norm  # start-up time: few models have one, and its ops are many
+
+    return group_norm(x, norm.weight, norm.bias, norm.num_groups, norm.eps, activation=activation)
 
 
 def takes_image(norm: nn.GroupNorm, x: torch.Tensor) -> bool:
@@ -65,6 +71,11 @@ def takes_image(norm: nn.GroupNorm, x: torch.Tensor) -> bool:
         return False
     last = x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last)
     return takes(x.movedim(1, -1) if last else x, norm.weight, norm.bias)
+
+
+def _with_group_norm(original: Any) -> Any:
+    import_module("cute_ops_torch.composite.layouts")  # before the first call, which may be traced
+    return group_norm_forward
 
 
 def _fits(x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -93,5 +104,5 @@ REPLACEMENTS = (
         lambda original: _layernorm,
         norm=lambda norm: Norm("layernorm", norm.weight, norm.bias, norm.eps),
     ),
-    Replacement("group_norm", lambda module, model: type(module) is nn.GroupNorm, lambda original: group_norm_forward),
+    Replacement("group_norm", lambda module, model: type(module) is nn.GroupNorm, _with_group_norm),
 )

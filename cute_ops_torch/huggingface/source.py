@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import builtins
-import copy
 import hashlib
 import inspect
 import textwrap
@@ -42,6 +41,25 @@ def definition(function: Any) -> ast.FunctionDef | None:
     return found
 
 
+def copied(tree: Any) -> Any:
+    """A copy of a syntax tree; ``copy.deepcopy`` takes five times as long. Nodes without fields are shared, as by
+    Python's parser.
+    """
+    if isinstance(tree, list):
+        return [copied(each) for each in tree]
+    if not isinstance(tree, ast.AST) or not tree._fields:
+        return tree
+    made = type(tree)()
+    vars(made).update({name: copied(value) for name, value in vars(tree).items()})
+    return made
+
+
+@cache
+def _nodes(tree: ast.AST) -> tuple[ast.AST, ...]:
+    """The nodes of a definition, which is kept."""
+    return tuple(ast.walk(tree))
+
+
 def caller(module: Any, model: Any) -> tuple[ast.FunctionDef, str] | None:
     """The definition of the ``forward`` of the module around another one, and how that is called there; None where
     there is no such module, or no source.
@@ -59,7 +77,7 @@ def only_reads(forward: Any) -> bool:
     tree = definition(forward) if forward else None
     if tree is None or forward.__code__.co_freevars:
         return False
-    return not any(isinstance(n, ast.Attribute) and not isinstance(n.ctx, ast.Load) for n in ast.walk(tree))
+    return not any(isinstance(n, ast.Attribute) and not isinstance(n.ctx, ast.Load) for n in _nodes(tree))
 
 
 @constant
@@ -80,7 +98,7 @@ def _digest(function: object, helpers: bool) -> str | None:
     if set(plain.__code__.co_freevars) - {"__class__"}:
         return None  # what it computes depends on values that its source does not tell
     me = plain.__code__.co_varnames[0] if plain.__code__.co_argcount else ""
-    tree = _Collapsed(Parameters.of(plain), me).visit(copy.deepcopy(tree))
+    tree = _Collapsed(Parameters.of(plain), me).visit(copied(tree))
     arguments = [a.arg for a in ast.walk(tree.args) if isinstance(a, ast.arg)]
     numbered = _numbered([*arguments, *_assigned(tree)])
     keywords = {name: numbered[name] for name in arguments}
@@ -91,8 +109,9 @@ def _digest(function: object, helpers: bool) -> str | None:
 
 
 def _assigned(tree: ast.AST) -> list[str]:
-    names = [n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)]
-    return names + [a.arg for n in ast.walk(tree) if isinstance(n, ast.Lambda) for a in n.args.args]
+    nodes = list(ast.walk(tree))
+    names = [n.id for n in nodes if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)]
+    return names + [a.arg for n in nodes if isinstance(n, ast.Lambda) for a in n.args.args]
 
 
 def _numbered(names: Iterable[str]) -> dict[str, str]:
@@ -126,14 +145,15 @@ class Parameters(NamedTuple):
     copied: tuple[str, ...]
 
     @classmethod
+    @cache
     def of(cls, function: Any) -> Parameters:
         """The parameters of the function beneath decorators, which has a source."""
         tree: Any = definition(function)
         variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         signature = inspect.signature(inspect.unwrap(function)).parameters
         named = {name: p for name, p in list(signature.items())[1:] if p.kind not in variadic}
-        keywords = [k for n in ast.walk(tree) if isinstance(n, ast.Call) for k in n.keywords]
-        uses = [n.id for n in ast.walk(tree) if isinstance(n, ast.Name)]
+        keywords = [k for n in _nodes(tree) if isinstance(n, ast.Call) for k in n.keywords]
+        uses = [n.id for n in _nodes(tree) if isinstance(n, ast.Name)]
         passed = [k.arg for k in keywords if k.arg in named and _is_name(k.value, k.arg) and uses.count(k.arg) == 1]
         return cls(
             tuple(named),
@@ -179,7 +199,7 @@ def _template(text: str) -> tuple[list[type[ast.stmt]], list[str], list[str]]:
 def find(template: str, tree: ast.AST) -> dict[str, str] | None:
     """What :func:`unify` gives for the first place in ``tree`` where its statements occur one after another."""
     count = len(_template(template)[0])
-    for node in ast.walk(tree):
+    for node in _nodes(tree):
         blocks: list[Any] = [getattr(node, name, None) for name in ("body", "orelse")]
         for block in blocks:
             for i in range(len(block) - count + 1) if isinstance(block, list) else ():
@@ -192,7 +212,7 @@ def _by_appearance(statements: Sequence[ast.stmt]) -> tuple[list[str], list[str]
     """Statements whose names are numbered by their first appearance, and the names."""
     numbered = _numbered(n.id for s in statements for n in ast.walk(s) if isinstance(n, ast.Name))
     renamed = _Renamed(numbered, {}, str)
-    return [ast.unparse(renamed.visit(copy.deepcopy(s))) for s in statements], list(numbered)
+    return [ast.unparse(renamed.visit(copied(s))) for s in statements], list(numbered)
 
 
 def _is_name(node: ast.expr, name: str) -> bool:

@@ -7,7 +7,6 @@ weight's dtype. A class may have them as its whole ``forward``, as ViT's MLP, or
 from __future__ import annotations
 
 import ast
-import copy
 import types
 from collections.abc import Iterator
 from functools import cache
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cute_ops_torch.huggingface.match import Forward
-from cute_ops_torch.huggingface.source import DEFINITION, definition, unify
+from cute_ops_torch.huggingface.source import DEFINITION, copied, definition, unify
 
 # T5 keeps a weight in float32 when its model is narrower.
 _CAST = """
@@ -70,7 +69,7 @@ def with_call(function: Any, steps: tuple[Step, ...], call: Forward) -> Forward:
     """The function with ``found = call(self, source)`` before the first run of these steps, whose statements it leaves
     out unless that is None.
     """
-    plain, tree = function, copy.deepcopy(definition(function))
+    plain, tree = function, copied(definition(function))
     assert tree is not None  # it has steps
     run = next(run for run in _runs(tree, plain.__globals__) if run.steps == steps)
     me = plain.__code__.co_varnames[0]
@@ -88,7 +87,7 @@ def with_call(function: Any, steps: tuple[Step, ...], call: Forward) -> Forward:
 
 def compiled(tree: ast.FunctionDef, plain: Any, names: dict[str, Forward]) -> Forward:
     """The function of this definition, which is that of ``plain`` with changes, in its scope and with these names."""
-    changed = copy.deepcopy(tree)
+    changed = copied(tree)
     module = ast.fix_missing_locations(ast.Module([tree], []))
     ast.increment_lineno(module, plain.__code__.co_firstlineno - 1)  # tracebacks show the original's lines
     # Leave out `__name__`: Dynamo would look names up in the module of that name.

@@ -9,7 +9,6 @@ that we run finds on its input which add has made it. An add whose sum no norm h
 from __future__ import annotations
 
 import ast
-import copy
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache, partial
 from typing import Any
@@ -20,7 +19,7 @@ from torch import nn
 from cute_ops_torch.huggingface import meaning, norm, residual_norm, traced
 from cute_ops_torch.huggingface.bypass import is_plain, takes
 from cute_ops_torch.huggingface.match import Forward, Replacement, innermost
-from cute_ops_torch.huggingface.source import definition
+from cute_ops_torch.huggingface.source import copied, definition
 from cute_ops_torch.huggingface.statements import compiled
 
 Tensor = torch.Tensor
@@ -75,7 +74,7 @@ def _goes_on(module: nn.Module, number: int) -> bool:
 
 def _with_calls(op: str, original: Any) -> Forward:
     """The ``forward`` with calls in the place of its adds."""
-    tree = copy.deepcopy(definition(original))
+    tree = copied(definition(original))
     assert tree is not None  # it has adds
     me = original.__code__.co_varnames[0]
     return compiled(_Calls(me, _Flow(tree, me).found).visit(tree), original, {_ADD: add})
