@@ -15,6 +15,7 @@ from cute_ops_torch.composite import block
 from cute_ops_torch.composite.constant import overloads, traced
 from cute_ops_torch.library import framework
 from cute_ops_torch.library.inplace import overwriting
+from cute_ops_torch.library.products import added_products
 
 Tensor = torch.Tensor
 _MLP = mlp_ops(transposed=False)
@@ -38,6 +39,16 @@ def forward(x: Tensor, weight: Tensor) -> Tensor:
 def input_gradient(dout: Tensor, weight: Tensor) -> Tensor:
     """``dout @ weight``."""
     return torch.ops.cute.linear_dx(dout, weight) if are_ours(dout) else dout @ weight
+
+
+def input_gradients(douts: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+    """The sum of ``dout @ weight`` of matrices, each product added to the one before.
+
+    Compilers see one op: of their own graphs each sum would be copied before the next product is added to it.
+    """
+    if torch.compiler.is_compiling() and len(douts) > 1:
+        return torch.ops.cute.input_gradients(douts, weights)  # type: ignore[no-any-return]
+    return added_products(douts, weights)
 
 
 def weight_gradient(dout: Tensor, x: Tensor) -> Tensor:

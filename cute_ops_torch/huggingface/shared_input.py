@@ -115,20 +115,20 @@ class _Projections(torch.autograd.Function):
         half = len(parameters) // 2
         rows = None if x is None else x.reshape(-1, x.shape[-1])
         needs_dx, *needs = ctx.needs_input_grad
-        dx: Tensor | None = None
+        given: list[tuple[Tensor, Tensor]] = []
         dweights: list[Tensor | None] = [None] * half
         dbiases: list[Tensor | None] = [None] * half
         for i, dout in enumerate(douts):
             if dout is None:
                 continue
             dout, weight = dout.reshape(-1, dout.shape[-1]), parameters[i]
-            if needs_dx:
-                dx = products.input_gradient(dout, weight) if dx is None else dx.addmm_(dout, weight)
+            given.append((dout, weight))
             if needs[i] and rows is not None:
                 dweights[i] = products.weight_gradient(dout, rows)
             if needs[half + i]:
                 dbiases[i] = _sum_of_rows()(dout, parameters[half + i])
-        return None if dx is None else dx.view(ctx.shape), *dweights, *dbiases
+        dx = products.input_gradients(*zip(*given, strict=True)).view(ctx.shape) if needs_dx and given else None
+        return dx, *dweights, *dbiases
 
 
 _sum_of_rows = overloads(column_sum)

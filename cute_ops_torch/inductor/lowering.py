@@ -26,6 +26,7 @@ from cute_ops_torch.host.launch import Launcher
 from cute_ops_torch.inductor import cache_key
 from cute_ops_torch.inductor.ahead import compile_ahead
 from cute_ops_torch.inductor.fusion_choice import asked_for, decomposed
+from cute_ops_torch.library import products  # noqa: F401  # defines ops
 from cute_ops_torch.library.known_recipes import registering
 from cute_ops_torch.library.schema import defaults
 
@@ -90,11 +91,14 @@ def leave_to_torch(overload: Any, op: Op | None = None) -> None:
         return called(*args, **kwargs)
 
 
-def _register_scaled_gradient() -> None:
-    """A backward that owns a gradient scales it in place, as eager does: a factor of one then moves no byte."""
+def _register_functions() -> None:
+    """Lowerings of ops that are functions of torch. A backward that owns a gradient scales it in place, as eager does:
+    a factor of one then moves no byte.
+    """
     ops = torch.ops.cute
     leave_to_torch(ops.scaled_gradient.default)
     leave_to_torch(ops.scaled_gradient_.default)
+    leave_to_torch(ops.input_gradients.default)
     anew, in_place = (lowering.lowerings[each] for each in (ops.scaled_gradient.default, ops.scaled_gradient_.default))
 
     @lowering.register_lowering(ops.scaled_gradient.default, type_promotion_kind=None)
@@ -117,7 +121,7 @@ def _is_given_away(tensor: Any) -> bool:
     return whole and alone and isinstance(tensor.data.data, ir.DonatedBuffer)
 
 
-_register_scaled_gradient()
+_register_functions()
 
 
 def _fused_by_inductor(op: Op, overload: Any, args: Sequence[Any], device: torch.device) -> Any:

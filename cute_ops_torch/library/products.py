@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ from cute_ops.declaration.program import ProductPlan
 from cute_ops.declaration.shapes import Array
 from cute_ops.ops.gemm.linear import multiply
 from cute_ops_torch.library import framework
+from cute_ops_torch.library.reference import register_fake
 
 Tensor = torch.Tensor
 Call = Callable[..., Any]
@@ -72,6 +73,29 @@ def writing(into: Call, copying: Call) -> Call:
         return ()
 
     return call
+
+
+def added_products(douts: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+    """The sum of ``dout @ weight``, each product added to the one before in place; the first may be ours."""
+    first, weight = douts[0], weights[0]
+    ours = first.is_cuda and first.dtype in (torch.bfloat16, torch.float16)
+    total: Tensor = torch.ops.cute.linear_dx(first, weight) if ours else first @ weight
+    for dout, each in zip(douts[1:], weights[1:], strict=True):
+        total.addmm_(dout, each)
+    return total
+
+
+_library = torch.library.Library("cute", "FRAGMENT")
+_library.define(
+    "input_gradients(Tensor[] douts, Tensor[] weights) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),
+)
+_library.impl("input_gradients", added_products, "CompositeExplicitAutograd")
+register_fake(
+    _library,
+    "input_gradients",
+    lambda douts, weights: douts[0].new_empty(douts[0].shape[0], weights[0].shape[1]),
+)
 
 
 def without_autocast(function: Call) -> Call:

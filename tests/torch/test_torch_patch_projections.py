@@ -114,3 +114,26 @@ def test_names_that_a_forward_assigns_again_are_not_trusted() -> None:
     ours = shared_input._make_forward(Named.forward)
     for flag in (True, False):
         torch.testing.assert_close(ours(module, x, other, flag), module(x, other, flag))
+
+
+def test_a_graph_copies_no_sum_of_products() -> None:
+    """Where the gradient of an input is a sum of products, a graph adds each to the one before in place."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    seen: list[str] = []
+
+    def run(module: torch.fx.GraphModule, inputs: Any) -> Any:
+        seen.extend(str(node.target) for node in module.graph.nodes)
+        return make_boxed_func(module.forward)
+
+    def function(x: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
+        made = shared_input.projections(x, given[:3], given[3:])
+        return sum((each.sin().sum() for each in made), torch.zeros(()))
+
+    sizes = ((2, 5, 8), (8, 8), (6, 8), (4, 8), (8,), (6,), (4,))
+    given = [torch.linspace(-1, 1, torch.Size(size).numel()).view(size).sin().requires_grad_() for size in sizes]
+    compiled = torch.compile(function, backend=aot_autograd(fw_compiler=run), fullgraph=True)
+    found, expected = (torch.autograd.grad(call(*given), given) for call in (compiled, function))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert seen.count("cute.input_gradients.default") == 1
