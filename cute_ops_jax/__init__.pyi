@@ -123,6 +123,7 @@ def adamw(
     beta1: float = 0.9,
     beta2: float = 0.999,
     eps: float = 1e-08,
+    counted: bool = False,
 ) -> tuple[Array, Array, Array]: ...
 def causal_conv1d(
     x: ArrayLike,
@@ -304,6 +305,7 @@ def adamw_stochastic(
     beta1: float = 0.9,
     beta2: float = 0.999,
     eps: float = 1e-08,
+    counted: bool = False,
 ) -> tuple[Array, Array, Array]: ...
 def causal_conv1d_channels_first(
     x: ArrayLike,

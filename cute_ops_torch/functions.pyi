@@ -185,6 +185,7 @@ def adamw(
     beta1: float = 0.9,
     beta2: float = 0.999,
     eps: float = 1e-08,
+    counted: bool = False,
     *,
     out: Sequence[Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]: ...
@@ -479,6 +480,7 @@ def adamw_stochastic(
     beta1: float = 0.9,
     beta2: float = 0.999,
     eps: float = 1e-08,
+    counted: bool = False,
     *,
     out: Sequence[Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]: ...

@@ -216,18 +216,17 @@ def _step_large(group: dict[str, Any], rows: list[tuple[Row, Tensor | None]]) ->
     """
     if not rows:
         return
-    capturable = bool(group.get("capturable"))
-    of_device = iter(_factors_on_device(group, [row[-1] for row, _ in rows]) if capturable else ())
-
-    @cache
-    def factors(step: int, device: torch.device) -> tuple[Tensor, ...]:
-        return _factors(group, step, device)
+    counted = bool(group.get("capturable"))
 
     @cache
     def expanded(step: int, device: torch.device, lead: torch.Size) -> tuple[Tensor, ...]:
         return tuple(factor.expand(lead) for factor in factors(step, device))
 
-    constants = *map(float, group["betas"]), float(group["eps"])
+    @cache
+    def factors(step: int, device: torch.device) -> tuple[Tensor, ...]:
+        return _rates(group, device) if counted else _factors(group, step, device)
+
+    constants = *map(float, group["betas"]), float(group["eps"]), counted
     ops = {rounds: family("cute", "adamw_stochastic" if rounds else "adamw") for rounds in (False, True)}
     changed: list[Tensor] = []
     for (*tensors, count), seed in rows:
@@ -235,7 +234,9 @@ def _step_large(group: dict[str, Any], rows: list[tuple[Row, Tensor | None]]) ->
         # The kernel is launched without the dispatcher, which would resolve a negated view.
         grad = -grad if group.get("maximize") else grad.resolve_neg()
         lead = param.shape[:-1]
-        numbers = [f.expand(lead) for f in next(of_device)] if capturable else expanded(int(count), param.device, lead)
+        numbers = expanded(0 if counted else int(count), param.device, lead)
+        if counted:
+            numbers = *numbers, count.float().expand(lead)
         _, run, into = ops[seed is not None]
         inputs = param, grad, mean, square, *(() if seed is None else (seed,)), *numbers, *constants
         _update(run, into, inputs, (param, mean, square), changed)
@@ -311,38 +312,18 @@ def _factors(group: dict[str, Any], step: int, device: torch.device) -> tuple[Te
     return tuple(torch.full((), value, dtype=torch.float32, device=device) for value in values)
 
 
-def _factors_on_device(group: dict[str, Any], steps: list[Tensor]) -> list[tuple[Tensor, ...]]:
-    """Factors of a step for each parameter, from steps that the device counts, in two launches for all of them."""
-    lr, decay, found = group["lr"], float(group["weight_decay"]), dict[int, tuple[Tensor, ...]]()
-    # At least -200, of which the exponential is 0 in float32: infinity times 0 would be no number.
-    log1, log2 = [max(math.log(beta), -200.0) if beta else -200.0 for beta in map(float, group["betas"])]
-    for device in {step.device for step in steps}:
-        places = [i for i, step in enumerate(steps) if step.device == device]
-        count = torch.stack([steps[i] for i in places]) if len(places) > 1 else steps[places[0]].view(1)
-        if isinstance(lr, Tensor):
-            rate = lr.to(device, torch.float32)
-            keep = 1 - rate * decay
-        else:  # both by one launch
-            rate, keep = torch.linspace(lr, 1 - float(lr) * decay, 2, dtype=torch.float32, device=device).unbind()
-        size, scale = _counted_factors()(count.float(), rate, log1=log1, log2=log2)
-        found |= dict(zip(places, zip([keep] * len(places), size.unbind(), scale.unbind(), strict=True), strict=True))
-    return [found[i] for i in range(len(steps))]
-
-
-@cache
-def _counted_factors() -> Callable[..., tuple[Tensor, Tensor]]:
-    """Factors of the update and of the second moment's root, as :func:`_factors` has them, from counts of steps.
-
-    ``tanh(x / 2) * (exp(x) + 1)`` is ``exp(x) - 1`` to the last places also where ``beta^t`` is nearly 1.
+def _rates(group: dict[str, Any], device: torch.device) -> tuple[Tensor, Tensor]:
+    """The first factor of a step and the learning rate, of which the kernel computes the others where the device counts
+    steps.
     """
-    from cute_ops_torch.composite.fused import fused  # which an optimizer whose steps the host counts does not need
-
-    @fused
-    def adamw_factors(xp: Any, steps: Any, rate: Any, *, log1: float, log2: float) -> tuple[Any, Any]:
-        first, second = (-xp.tanh(steps * (log / 2)) * (xp.exp(steps * log) + 1) for log in (log1, log2))
-        return rate / first, xp.rsqrt(second)
-
-    return adamw_factors
+    lr, decay = group["lr"], float(group["weight_decay"])
+    if isinstance(lr, Tensor):
+        rate = lr.to(device, torch.float32)
+        return 1 - rate * decay, rate
+    keep, rate = torch.linspace(
+        1 - float(lr) * decay, float(lr), 2, dtype=torch.float32, device=device
+    ).unbind()  # by one launch
+    return keep, rate
 
 
 def _rows(tensors: list[Tensor]) -> list[Tensor]:

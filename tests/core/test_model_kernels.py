@@ -22,6 +22,8 @@ from cute_ops.kernels.conv import channels_first
 from cute_ops.kernels.routing.config import SEGMENT
 from cute_ops.ops import MODELS
 from cute_ops.ops.conv.channels_first import causal_conv1d_channels_first, channels_first_sums
+from cute_ops.ops.optim.adamw import adamw
+from cute_ops.ops.optim.adamw_stochastic import adamw_stochastic
 from cute_ops.ops.reduction.kept_mean import kept_mean
 from cute_ops.ops.rotary.gathered_rope import gathered_rope
 from cute_ops.ops.rotary.rope import rope
@@ -163,6 +165,21 @@ def test_places_of_classes_are_those_of_a_stable_sort(r: int, k: int, classes: i
         assert place is not None
         np.testing.assert_array_equal(place.reshape(-1)[np.argsort(key, kind="stable")], np.arange(r * k))
         np.testing.assert_array_equal(ends, np.searchsorted(np.sort(key), np.arange(classes), "right"))
+
+
+@pytest.mark.parametrize("op", [adamw, adamw_stochastic], ids=lambda op: op.name)
+def test_steps_of_adamw_that_the_device_counts(op: Op) -> None:
+    """Of few steps and of a million; with decay rates of 0 and of nearly 1."""
+    rng = np.random.default_rng(3)
+    for i, betas in enumerate(((0.9, 0.999), (0.0, 0.5), (0.999999, 0.9999999))):
+        call = kernel_calls.made(op, 5, int(rng.integers(1, 1500)), "bfloat16", LAYOUTS[i], rng)
+        steps = rng.integers(1, (3, 50, 10**6)[i], 5).astype(np.float32)
+
+        def draw(seed: int, more: Any = call.more, steps: Any = steps) -> dict[str, np.ndarray | None]:
+            return {**more(seed), "scale": steps}
+
+        attrs = {**call.attrs, **dict(zip(("beta1", "beta2"), betas, strict=True)), "eps": 0.1, "counted": True}
+        kernel_calls.check(call._replace(arrays={**call.arrays, "scale": steps}, more=draw, attrs=attrs))
 
 
 @pytest.mark.parametrize("n", [1, 31, 1025, 4096, 9001])

@@ -1,5 +1,6 @@
 """AdamW: see :mod:`cute_ops.ops.optim.adamw` for the maths."""
 
+import math
 from functools import partial
 
 import cutlass
@@ -27,6 +28,7 @@ class Update(RowFunction):
     def __init__(self, variant):
         attrs, self.variant = variant.attrs, variant
         self.beta1, self.beta2, self.eps = attrs["beta1"], attrs["beta2"], attrs["eps"]
+        self.counted = attrs["counted"]
         # The exact root and quotient branch at every element, which takes longer than the memory. The fast ones
         # are off by a unit or two in the last place and flush squares below 2^-126 to zero, negligible beside this eps.
         self.fast = self.eps >= 1e-11
@@ -34,7 +36,12 @@ class Update(RowFunction):
     def begin(self, variant, numbers, row, valid):
         keys = variant.tensors
         found = zip(numbers, self.numbers[:3])
-        return [number_or(mX, keys[name], row, valid, 0) for mX, name in found], valid
+        keep, step_size, scale = [number_or(mX, keys[name], row, valid, 0) for mX, name in found]
+        if self.counted:  # a decay of 0 has a logarithm, too
+            first, second = (_rise(scale * math.log(max(beta, 1e-80))) for beta in (self.beta1, self.beta2))
+            step_size = step_size * cute.arch.rcp_approx(first)
+            scale = cute.math.rsqrt(second, fastmath=True)
+        return [keep, step_size, scale], valid
 
     def emit(self, values, results, context, columns):
         p, g, m, v = values
@@ -52,6 +59,11 @@ class Update(RowFunction):
             results[1][j] = mean
             results[2][j] = square
         return tuple(rX.load() for rX in results)
+
+
+def _rise(x):
+    """``1 - exp(x)``, right to the last places where that is nearly 0, too."""
+    return -cute.math.tanh(x * 0.5) * (cute.math.exp(x) + 1.0)
 
 
 def _absolute(x):

@@ -42,9 +42,13 @@ TUNING = Tuning(_segments, space=vary(threads=(64, 128, 256, 512)))
 
 def reference(
     xp: Any, param: Any, grad: Any, exp_avg: Any, exp_avg_sq: Any, keep: Any, step_size: Any, scale: Any,
-    *, beta1: float, beta2: float, eps: float,
+    *, beta1: float, beta2: float, eps: float, counted: bool,
 ) -> tuple[Any, Any, Any]:  # fmt: skip
     p, g, m, v, k, s, c = widen(xp, param, grad, exp_avg, exp_avg_sq, keep, step_size, scale)
+    if counted:
+        # A decay of 0 has a logarithm, too: infinity times 0 would be no number.
+        first, second = (-xp.expm1(c * math.log(max(beta, 1e-80))) for beta in (beta1, beta2))
+        s, c = s / first, 1 / xp.sqrt(second)
     k, s, c = (a[..., None] for a in (k, s, c))
     m = beta1 * m + (1 - beta1) * g
     v = beta2 * xp.abs(v) + (1 - beta2) * g * g
@@ -66,7 +70,7 @@ adamw = Op(
         "exp_avg_sq_out": Tensor("*m n", "S", donates="exp_avg_sq"),
     },
     dtypes={"P": FLOATS, "G": FLOATS, "S": FLOATS},
-    attrs={"beta1": 0.9, "beta2": 0.999, "eps": 1e-8},
+    attrs={"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "counted": False},
     sharding=Sharding(parallel=("n",)),
     check=within(beta1=BETA, beta2=BETA, eps=NOT_NEGATIVE),
     reference=reference,
@@ -80,7 +84,8 @@ adamw = Op(
 
     :class:`cute_ops_torch.optim.AdamW` runs on it, in place. What changes from step to step comes as numbers, of any
     strides, so that one kernel serves all steps: with the learning rate lr and weight decay w in step t,
-    ``keep = 1 - lr * w``, ``step_size = lr / (1 - beta1^t)`` and ``scale = 1 / sqrt(1 - beta2^t)``.
+    ``keep = 1 - lr * w``, ``step_size = lr / (1 - beta1^t)`` and ``scale = 1 / sqrt(1 - beta2^t)``. Where the device
+    counts steps, the kernel computes the last two of lr and t: ``counted``.
 
     Args:
         param: ``P[*m n]``; float32, float16 or bfloat16; any leading shape, any row stride.
@@ -93,6 +98,7 @@ adamw = Op(
         beta1: how much of the first moment stays; a compile-time constant, as the next two.
         beta2: how much of the second one.
         eps: added to the root.
+        counted: whether ``step_size`` is lr, and ``scale`` is t, from 1 on.
 
     Returns:
         ``(param_out, exp_avg_out, exp_avg_sq_out)``. Computed in float32, rounded once; no gradient.

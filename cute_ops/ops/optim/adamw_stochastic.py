@@ -30,7 +30,7 @@ def rounded(xp: Any, x: Any, seed: Any) -> Any:
 
 
 def reference(
-    xp: Any, param: Any, grad: Any, exp_avg: Any, exp_avg_sq: Any, seed: Any, *numbers: Any, **attrs: float
+    xp: Any, param: Any, grad: Any, exp_avg: Any, exp_avg_sq: Any, seed: Any, *numbers: Any, **attrs: Any
 ) -> tuple[Any, Any, Any]:
     wide = param if param.dtype == xp.float64 else xp.astype(param, xp.float32)
     p, m, v = plain.reference(xp, wide, grad, exp_avg, exp_avg_sq, *numbers, **attrs)
@@ -73,6 +73,7 @@ adamw_stochastic = Op(
         beta1: how much of the first moment stays; a compile-time constant, as the next two.
         beta2: how much of the second one.
         eps: added to the root.
+        counted: as :func:`adamw` has it.
 
     Returns:
         ``(param_out, exp_avg_out, exp_avg_sq_out)``. Computed in float32; moments are rounded to nearest. The same seed
