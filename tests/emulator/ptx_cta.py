@@ -7,7 +7,9 @@ error. Block 0 is shared memory.
 
 from __future__ import annotations
 
+import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import NamedTuple
@@ -31,16 +33,18 @@ ARITHMETIC: dict[str, Callable[..., np.ndarray]] = {
 
 
 def permuted(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:
-    """Any four of the eight bytes of two words."""
+    """Any four of the eight bytes of two words, or what has all bits as the sign of one."""
     both = np.stack([a, b], axis=-1).astype(np.uint32).view(np.uint8)
-    places = selector[:, None] >> np.arange(0, 16, 4) & 7
-    return np.take_along_axis(both, places, axis=-1).view(np.uint32)[:, 0]
+    places = selector[:, None] >> np.arange(0, 16, 4)
+    found = np.take_along_axis(both, places & 7, axis=-1)
+    return np.where(places & 8, (found >> 7) * np.uint8(255), found).view(np.uint32)[:, 0]
 
 
 COMPARE = {"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
            "ge": np.greater_equal}  # fmt: skip
 # Also true beside a NaN.
 COMPARE |= {f"{name}u": lambda a, b, f=f: f(a, b) | np.isnan(a) | np.isnan(b) for name, f in [*COMPARE.items()]}
+COMPARE |= {"num": lambda a, b: ~np.isnan(a) & ~np.isnan(b), "nan": lambda a, b: np.isnan(a) | np.isnan(b)}
 # Of float32: in float64, then rounded to the nearest.
 FLOATS: dict[str, Callable[..., np.ndarray]] = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide,
@@ -66,7 +70,8 @@ class Registers(dict[str, np.ndarray]):
     def __missing__(self, name: str) -> np.ndarray:
         if name.startswith("%"):
             name = UNWRITTEN
-        value = int(name[2:], 16) if name.startswith("0f") else int(name.rstrip("U"), 0)
+        value = int(name[2:], 16) if name[:2] in ("0f", "0d") else int(name.rstrip("U"), 0)
+        value -= (value >> 63) << 64 if name.startswith("0d") else 0
         return self.setdefault(name, np.full(self.threads, value, np.int64))
 
 
@@ -98,6 +103,33 @@ def function_of(*op: str) -> Callable[..., np.ndarray]:
             pairs = bits.astype(np.uint16)[:, None].view(ml_dtypes.float8_e4m3fn)
             return pairs.astype(np.float16).view(np.uint32)[:, 0].astype(np.int64)
 
+    elif "f64" in op:
+
+        def function(*given: np.ndarray) -> np.ndarray:
+            values = [bits.view(np.float64) if kind == "f64" else floats(bits) for bits in given]
+            found = values[0] if op[0] == "cvt" else FLOATS[op[0]](*values)
+            if op[0] == "cvt" and op[-2] == "f32":
+                return found.astype(np.float32).view(np.uint32).astype(np.int64)
+            return found.astype(np.float64).view(np.int64)
+
+    elif "satfinite" in op:
+        eight, most = {"e4m3x2": (ml_dtypes.float8_e4m3fn, 448), "e5m2x2": (ml_dtypes.float8_e5m2, 57344)}[op[-2]]
+
+        def function(*given: np.ndarray) -> np.ndarray:
+            high, low = (floats(bits).clip(-most, most).astype(eight).view(np.uint8).astype(np.int64) for bits in given)
+            return low | high << 8
+
+    elif kind in HALVES and op[0] != "cvt" and op[0] in ("setp", *FLOATS):
+        half, width = HALVES[kind], 2 if kind.endswith("x2") else 1
+        apply = COMPARE[op[1]] if op[0] == "setp" else FLOATS[op[0]]
+        apply = {"max": np.maximum, "min": np.minimum}[op[0]] if "NaN" in op else apply
+
+        def function(*given: np.ndarray) -> np.ndarray:
+            values = [bits.astype(f"u{2 * width}")[:, None].view(half).astype(np.float64) for bits in given]
+            if op[0] == "setp":
+                return apply(*values)[:, 0].astype(np.int64)
+            return apply(*values).astype(half).view(f"u{2 * width}")[:, 0].astype(np.int64)
+
     elif op[0] == "cvt" and op[-2] == "f32" and kind != "f32":
 
         def function(bits: np.ndarray) -> np.ndarray:
@@ -120,7 +152,7 @@ def function_of(*op: str) -> Callable[..., np.ndarray]:
             values = [floats(bits).astype(np.float64) for bits in given]
             if op[0] == "setp":
                 return COMPARE[op[1]](*values).astype(np.int64)
-            exact = np.floor(*values) if "rmi" in op else FLOATS[op[0]](*values)
+            exact = np.floor(*values) if "rmi" in op else np.rint(*values) if "rni" in op else FLOATS[op[0]](*values)
             found = exact.astype(np.float32)
             if "rm" in op:  # rounded down
                 found = np.where(found > exact, np.nextafter(found, np.float32(-np.inf)), found)
@@ -181,7 +213,18 @@ class Kernel:
     def __init__(self, text: str, entry: int = 0) -> None:
         signature, body = re.sub(r"//.*", "", text).split(".entry")[1 + entry].split("{", 1)
         self.parameters = re.findall(r"([\w$]+)(?:\[\d+\])?\s*[,)]", signature[: signature.index(")") + 1])
-        self.threads = int(re.search(r"\.reqntid (\d+)", signature)[1])  # type: ignore[index]
+        sizes = re.search(r"\.reqntid (\d+)(?:, (\d+), (\d+))?", signature)
+        self.block = tuple(int(size or 1) for size in sizes.groups())  # type: ignore[union-attr]
+        self.threads = math.prod(self.block)
+        self.warps = -(-self.threads // LANES)
+        self.shared, self.static = {"__dynamic_shmem__0": 0}, 0  # addresses by name, and bytes of fixed size
+        for align, bits, name, count in re.findall(r"\.shared \.align (\d+) \.b(\d+) ([\w$]+)\[(\d+)\]", text):
+            self.static += -self.static % int(align)
+            self.shared[name] = self.static
+            self.static += int(bits) // 8 * int(count)
+        self.shared["__dynamic_shmem__0"] = self.static = self.static + -self.static % 1024 * (self.static > 0)
+        # Of vectors that LLVM loads some numbers may be beyond what the source reads.
+        self.unread = {name for name, times in Counter(re.findall(r"%\w+", body)).items() if times == 1}
         self.labels: dict[str, int] = {}
         self.statements: list[Statement] = []
         for part in body.split(";"):
@@ -189,7 +232,8 @@ class Kernel:
             while label := re.match(r"(\$\w+): ?", line):
                 self.labels[label[1]] = len(self.statements)
                 line = line[label.end() :]
-            if line and line[0] not in ".}":
+            line = line.lstrip("{} ")  # of inline assembly
+            if line and line[0] not in ".":
                 self.statements.append(decoded(line))
 
     def run(self, grid: int, arguments: Sequence[bytes], memory: Sequence[bytearray]) -> None:
@@ -260,7 +304,7 @@ class Cta:
 
     def some(self, threads: np.ndarray) -> np.ndarray:
         """These threads, ``everyone`` where they are all."""
-        return self.everyone if threads.all() else threads
+        return self.everyone if (threads == self.everyone).all() else threads
 
     def read(self, name: str) -> np.ndarray:
         return self.registers[name]

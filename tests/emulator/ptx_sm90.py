@@ -1,8 +1,8 @@
 """Runs the warps of a kernel's PTX on the CPU: TMA, mbarriers, named barriers and WGMMA of a cluster, and cp.async.
 
 Warps go in a random order, each until it has to wait. WGMMA and TMA act at once, in place: this finds wrong addresses,
-swizzles, coordinates, counts and phases, and waits without an end; not a wait that is missing. Copies by cp.async act
-when they are waited for.
+swizzles, coordinates, counts and phases, and waits without an end. Copies by cp.async act when they are waited for.
+Other waits that are missing are found where a cluster is watched, see :mod:`hazards`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from tests.emulator import ptx_cta
+from tests.emulator import hazards, ptx_cta
 from tests.emulator.ptx_cta import HALVES, LANES, floats
 
 # Inline assembly as single statements.
@@ -27,7 +27,7 @@ MULTIPLY = re.compile(
     r"\s*wgmma\.mma_async\.(\S+)\s+(\{[^}]*\}), (\{[^}]*\}|\S+), (\S+), p, 1,\s+1(?:,\s+(\d))?(?:, (\d))?;\s*\}"
 )
 ELEMENTS = {**HALVES, "e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
-AT_ONCE = ("griddepcontrol", "fence", "prefetch", "setmaxnreg", "wgmma")
+AT_ONCE = ("griddepcontrol", "fence", "prefetch", "setmaxnreg", "wgmma", "membar", "discard")
 SHARED_BYTES, STEPS_WITHOUT_CHANGE = 1 << 18, 50
 RANK_BITS = 20  # of an address in another CTA: above these stands the rank, from 1
 
@@ -49,6 +49,37 @@ class Map(NamedTuple):
         vectors = swizzled(vectors, width) if width <= 128 else vectors
         return (vectors[:, None] + np.arange(16)).reshape(self.rows, width)
 
+    def _part(self, at: Sequence[int]) -> tuple[np.ndarray, tuple[int, ...]]:
+        """The part of a matrix from these coordinates on, and its row, column and matrix."""
+        first, top, *batch = at
+        if len(batch) == 3:  # of a packed sequence: see tiles.by_sequence
+            batch, (end, far) = [batch[0], 0], batch[1:]
+            top, end = top + end - far, end
+            matrix = self.tensor[0, batch[0]][:end]
+        else:
+            matrix = self.tensor[tuple(reversed(batch))]
+        return matrix[top : top + self.rows, first : first + self.columns], (top, first, *batch)
+
+    def load(self, warp: Warp, at: Sequence[int]) -> np.ndarray:
+        """The bytes of a part, with zeros for what lies outside."""
+        part, _ = self._part(at)
+        tile = np.zeros((self.rows, self.columns), part.dtype)
+        tile[: part.shape[0], : part.shape[1]] = part
+        return tile.view(np.uint8)
+
+    def store(self, warp: Warp, at: Sequence[int], tile: np.ndarray, added: bool) -> None:
+        """Write a part's bytes, or add its numbers."""
+        part, (top, first, *batch) = self._part(at)
+        rows, columns = part.shape
+        if added:
+            part += tile.view(part.dtype)[:rows, :columns]
+            return
+        now_stored = {(top + row, first + column, *batch) for row in range(rows) for column in range(columns)}
+        if twice := self.stored & now_stored:
+            raise RuntimeError(f"stored twice, by row, column and matrix: {sorted(twice)}")
+        self.stored.update(now_stored)
+        part[:] = tile.view(part.dtype)[:rows, :columns]
+
 
 def swizzled(address: Any, width: int) -> Any:
     """Where 16 bytes lie in rows of this width."""
@@ -68,6 +99,27 @@ def _multiply(found: re.Match[str]) -> str:
     keep, kind, sums, a, b, *across = found.groups()
     turned = ["0", *(way for way in across if way)] if a.startswith("{") else [way or "0" for way in across]
     return f"multiply.{kind} {sums}, {a}, {b}, {keep}, {', '.join(turned)};"
+
+
+class Access(NamedTuple):
+    """How memory is accessed.
+
+    Attributes:
+        block: of memory, 0 is shared memory.
+        store: whether it is written.
+        by: ``cp.async``, ``bulk`` stores of TMA, or ``wgmma``; by default the threads themselves.
+        mbarrier: whose phase ends when TMA has written.
+        atomic: by one instruction that reads and writes.
+    """
+
+    block: int = 0
+    store: bool = False
+    by: str = ""
+    mbarrier: int | None = None
+    atomic: bool = False
+
+
+LOAD, STORE = Access(), Access(store=True)
 
 
 class Cluster:
@@ -92,7 +144,23 @@ class Cluster:
         self.kernel, self.index, self.count, self.shape, self.maps = kernel, index, count, shape, maps
         self.arguments = dict(zip(kernel.parameters, arguments, strict=True))
         self.ctas = [Cta(self, rank, memory) for rank in range(shape[0] * shape[1])]
-        self.barrier = [0, 0]
+        self.barrier = [0, 0]  # threads that have arrived, phase
+        self.clocks: hazards.Clocks | hazards.Unwatched = hazards.Unwatched()
+        self.traces: dict[int, hazards.Traces] = {}  # of blocks of memory
+
+    def depends(self, warp: Warp, what: str, now: np.ndarray) -> None:
+        """Threads wait for the previous kernel, or let the next one start."""
+
+    def accessed(self, warp: Warp, access: Access, places: np.ndarray, now: np.ndarray) -> None:
+        """Threads access these bytes of a block of memory."""
+
+    def special(self, rank: int) -> dict[str, int]:
+        """Registers that say where in the grid a CTA is."""
+        found = {
+            "%ctaid.x": rank % self.shape[0], "%ctaid.y": rank // self.shape[0], "%ctaid.z": self.index,
+            "%nctaid.z": self.count, "%cluster_ctarank": rank,
+        }  # fmt: skip
+        return found | ({"%ctaid.x": self.index, "%nctaid.x": self.count} if self.in_a_row else {})
 
     def run(self, seed: int) -> None:
         """Run all warps to their end.
@@ -104,7 +172,7 @@ class Cluster:
             self._run(np.random.default_rng(seed))
 
     def _run(self, rng: np.random.Generator) -> None:
-        count = self.kernel.threads // LANES
+        count = self.kernel.warps
         warps = {(cta.rank, w): Warp(cta, w).run() for cta in self.ctas for w in range(count)}
         before, unchanged = "", 0
         while warps:
@@ -116,6 +184,7 @@ class Cluster:
             before = now
             if unchanged > STEPS_WITHOUT_CHANGE:
                 raise RuntimeError(f"hangs: { ({w: next(warp) for w, warp in warps.items()}) }, {now}")
+        self.clocks.end()
         if any(arrived for cta in self.ctas for arrived, _ in cta.named.values()):
             raise RuntimeError(f"threads have arrived that nobody waits for: {[cta.named for cta in self.ctas]}")
 
@@ -126,20 +195,28 @@ class Cta:
     def __init__(self, cluster: Cluster, rank: int, memory: Sequence[np.ndarray]) -> None:
         self.cluster, self.kernel, self.rank = cluster, cluster.kernel, rank
         self.blocks = [np.zeros(SHARED_BYTES, np.uint8), *memory]
-        self.phases: dict[int, list[int]] = {}  # mbarriers: arrivals of a phase, missing ones, missing bytes, phase
+        self.phases: dict[int, list[int]] = {}  # mbarriers: arrivals of a phase, missing ones, missing bytes, phases
+        self.traces: hazards.Traces | None = None  # of shared memory
         self.named: dict[int, list[int]] = {}  # named barriers: threads that have arrived, phase
 
-    def arrive(self, address: int, arrivals: int, expected: int) -> None:
+    def arrive(self, address: int, arrivals: int, expected: int, threads: np.ndarray | None = None) -> None:
         """Arrive at an mbarrier, to which this many more bytes will come, or fewer by those that have: another CTA's
         may come before they are expected.
         """
-        barrier = self.phases[address]
+        if address not in self.phases:
+            raise RuntimeError(f"an arrival at {address}, where no mbarrier is")
+        barrier, clocks = self.phases[address], self.cluster.clocks
+        if threads is not None:
+            if threads[0] // (self.kernel.warps * LANES) != self.rank:
+                clocks.reach(self.rank, threads)
+            clocks.arrive((self.rank, address), threads)
         barrier[1] -= arrivals
         barrier[2] += expected
         if barrier[1] < 0:
             raise RuntimeError(f"too many arrivals at the mbarrier at {address}: {barrier}")
         if barrier[1:3] == [0, 0]:
-            barrier[1], barrier[3] = barrier[0], barrier[3] ^ 1
+            barrier[1], barrier[3] = barrier[0], barrier[3] + 1
+            clocks.full((self.rank, address), barrier[3])
 
 
 class Warp(ptx_cta.Cta):
@@ -148,23 +225,29 @@ class Warp(ptx_cta.Cta):
     def __init__(self, cta: Cta, index: int) -> None:
         self.kernel, self.cta, self.index = cta.kernel, cta, index  # type: ignore[assignment]
         self.arguments, self.blocks, cluster = cta.cluster.arguments, cta.blocks, cta.cluster
-        self.threads, self.everyone, zero = np.arange(LANES), np.ones(LANES, bool), np.zeros(LANES, np.int64)
+        self.threads, zero = np.arange(LANES), np.zeros(LANES, np.int64)
+        self.everyone = self.threads + LANES * index < self.kernel.threads
         self.registers = ptx_cta.Registers(LANES)
-        self.registers |= {
-            "%tid.x": self.threads + LANES * index, "%ctaid.x": zero + cta.rank % cluster.shape[0],
-            "%ctaid.y": zero + cta.rank // cluster.shape[0], "%ctaid.z": zero + cluster.index,
-            "%nctaid.z": zero + cluster.count, "%cluster_ctarank": zero + cta.rank, "__dynamic_shmem__0": zero,
-            "%laneid": self.threads.astype(np.int64),
-        }  # fmt: skip
-        if cluster.in_a_row:
-            self.registers |= {"%ctaid.x": zero + cluster.index, "%nctaid.x": zero + cluster.count}
+        self.registers |= {name: zero + value for name, value in cluster.special(cta.rank).items()}
         self.registers |= {name: zero + i for i, name in enumerate(self.kernel.parameters)}
+        self.registers |= {name: zero + value for name, value in self.kernel.shared.items()}
+        width, height, _ = self.kernel.block
+        place = self.threads + LANES * index
+        each = place % width, place // width % height, place // (width * height)
+        self.registers |= {f"%tid.{axis}": number.astype(np.int64) for axis, number in zip("xyz", each, strict=True)}
+        self.registers |= {f"%ntid.{axis}": zero + n for axis, n in zip("xyz", self.kernel.block, strict=True)}
+        self.registers["%laneid"] = self.threads.astype(np.int64)
         self.copies: list[list[tuple[Any, ...]]] = [[]]  # groups of cp.async, the last one not yet committed
+        self.ended = 0  # groups of copies that have been waited for
+        self.arrived = 0  # the phase of the cluster's barrier when it arrived there
+        self.stores, self.products = np.zeros(LANES, np.int64), 0  # groups of bulk stores, and of WGMMA
+        self.numbers = (cta.rank * self.kernel.warps + index) * LANES + self.threads  # in the cluster
 
     def run(self) -> Iterator[str]:  # type: ignore[override]
         """Yields what it waits for."""
         for op, operands, now in self.steps():
             if op[0] in AT_ONCE or op[:2] == ("bar", "warp"):
+                self.order(op, operands, now)
                 continue
             if op[0] in ("await", "bar", "barrier"):
                 yield from self.wait(op, operands, now)
@@ -179,25 +262,103 @@ class Warp(ptx_cta.Cta):
         if op[0] == "barrier":
             yield from self.wait_for_cluster(op)
             return
-        first = self.one(operands[0], now)
+        first, clocks, threads = self.one(operands[0], now), self.cta.cluster.clocks, self.numbers[now]
         if op[0] == "await":
-            while self.cta.phases[first][3] == self.one(operands[1], now):
+            if first not in self.cta.phases:
+                raise RuntimeError(f"a wait at {first}, where no mbarrier is")
+            while self.cta.phases[first][3] & 1 == self.one(operands[1], now):
                 yield f"mbarrier {first}"
+            clocks.wait((self.cta.rank, first), threads)
             return
-        threads = self.one(operands[1], now) if len(operands) > 1 else self.kernel.threads
+        if now is not self.everyone:
+            raise RuntimeError(f"{'.'.join(op)} of a part of a warp")
+        count = self.one(operands[1], now) if len(operands) > 1 else self.kernel.warps * LANES
         barrier = self.cta.named.setdefault(first, [0, 0])
         phase = barrier[1]
         barrier[0] += LANES
-        if barrier[0] == threads:
+        clocks.arrive((self.cta.rank, "bar", first), threads)
+        if barrier[0] == count:
             barrier[:] = 0, phase + 1
-        while op[1] == "sync" and barrier[1] == phase:
-            yield f"barrier {first}"
+            clocks.full((self.cta.rank, "bar", first))
+        if barrier[0] > count:
+            raise RuntimeError(f"too many threads arrive at barrier {first}: {barrier[0]} of {count}")
+        if op[1] == "sync":
+            while barrier[1] == phase:
+                yield f"barrier {first}"
+            clocks.wait((self.cta.rank, "bar", first), threads)
 
     def wait_for_cluster(self, op: tuple[str, ...]) -> Iterator[str]:
-        barrier, threads = self.cta.cluster.barrier, len(self.cta.cluster.ctas) * self.kernel.threads
-        barrier[0] += LANES * ("arrive" in op)
-        while "wait" in op and barrier[0] < threads:
-            yield "cluster"
+        cluster, threads = self.cta.cluster, self.numbers
+        barrier, clocks = cluster.barrier, cluster.clocks
+        if "arrive" in op:
+            barrier[0], self.arrived = barrier[0] + LANES, barrier[1]
+            if "relaxed" not in op:
+                clocks.arrive("cluster", threads)
+            if barrier[0] == len(cluster.ctas) * self.kernel.warps * LANES:
+                barrier[:] = 0, barrier[1] + 1
+                clocks.full("cluster")
+        if "wait" in op:
+            while barrier[1] == self.arrived:
+                yield "cluster"
+            clocks.wait("cluster", threads)
+
+    def order(self, op: tuple[str, ...], operands: list[list[str]], now: np.ndarray) -> None:
+        """What an instruction says of the order of accesses, and nothing else."""
+        threads, clocks = self.numbers[now], self.cta.cluster.clocks
+        if op[0] == "bar":
+            mask = self.one(operands[0], now)
+            if mask & 0xFFFFFFFF != int((now.astype(np.int64) << self.threads).sum()):
+                raise RuntimeError(f"{'.'.join(op)} of {mask & 0xFFFFFFFF:b}: others are here")
+            clocks.sync_warp(threads)
+        elif op[:2] == ("fence", "proxy"):
+            clocks.fence(threads)
+        elif op[0] == "griddepcontrol":
+            self.cta.cluster.depends(self, op[1], now)
+        elif op[:2] == ("wgmma", "commit_group"):
+            self.products += 1
+        elif op[:2] == ("wgmma", "wait_group"):
+            count = self.products - self.one(operands[0], now)
+            clocks.products_ended(threads, count)
+
+    def watched(self, places: np.ndarray, now: np.ndarray, access: Access = LOAD, cta: Cta | None = None) -> None:
+        """Tell the cluster's clocks, if it has some, of an access to bytes at ``places``, a row for each thread; shared
+        memory is this CTA's if no ``cta`` is named.
+        """
+        cluster, clocks = self.cta.cluster, self.cta.cluster.clocks
+        if isinstance(clocks, hazards.Unwatched):
+            return
+        if access.block:
+            cluster.accessed(self, access, places, now)
+        threads, cta = self.numbers[now], cta or self.cta
+        traces = cluster.traces.get(access.block) if access.block else cta.traces
+        if traces is None:
+            return
+        row, stamps = int(self.numbers[0]) // LANES, None
+        if access.mbarrier is not None:
+            stamps = clocks.started(clocks.entry((cta.rank, access.mbarrier)), cta.phases[access.mbarrier][3] + 1)
+        elif access.by == "cp.async":
+            stamps = clocks.started(clocks.copies + threads, self.ended + len(self.copies))
+        elif access.by == "bulk":
+            stamps = clocks.started(clocks.stores + threads, self.stores[now] + 1)
+        elif access.by == "wgmma":
+            stamps = clocks.started(clocks.products + row, self.products + 1)
+        elif cta is not self.cta:
+            clocks.reach(cta.rank, threads)
+        if by_itself := access.by in ("bulk", "wgmma"):
+            row += len(cluster.ctas) * clocks.warps
+        proxy = by_itself or access.mbarrier is not None
+        clocks.access(traces, places, threads, row, stamps, store=access.store, proxy=proxy, atomic=access.atomic)
+
+    def access(self, op: tuple[str, ...], operands: list[list[str]], now: np.ndarray) -> None:
+        if self.cta.traces and "param" not in op:
+            data, place = operands if op[0] == "ld" else operands[::-1]
+            size, address = int(op[-1][1:]) // 8, sum(self.read(name) for name in place)
+            parts = [i for i, name in enumerate(data) if op[0] == "st" or name not in self.kernel.unread]
+            within = (size * np.array(parts or [0])[:, None] + np.arange(size)).ravel()
+            for block in {*(address[now] >> 32).tolist()}:
+                here = now & (address >> 32 == block)
+                self.watched((address[here] & 0xFFFFFFFF)[:, None] + within, here, Access(block, op[0] == "st"))
+        super().access(op, operands, now)
 
     def act(self, op: tuple[str, ...], operands: list[list[str]], now: np.ndarray) -> None:
         if op[0] == "elect":
@@ -212,7 +373,10 @@ class Warp(ptx_cta.Cta):
                 address = int(sum(self.read(name) for name in operands[1])[thread])
                 rank = address >> RANK_BITS
                 cta = self.cta.cluster.ctas[rank - 1] if rank else self.cta
-                cta.arrive(address & (1 << RANK_BITS) - 1, 1 if bytes_too else count, count if bytes_too else 0)
+                cta.arrive(
+                    address & (1 << RANK_BITS) - 1, 1 if bytes_too else count, count if bytes_too else 0,
+                    self.numbers[thread : thread + 1],
+                )  # fmt: skip
         elif op[0] == "mapa":
             self.write(operands[0][0], self.read(operands[1][0]) + (self.read(operands[2][0]) + 1 << RANK_BITS), now)
         elif op[:2] == ("cp", "async") and "bulk" not in op:
@@ -224,27 +388,57 @@ class Warp(ptx_cta.Cta):
                 taking = [cta for cta in ctas if mask >> cta.rank & 1]
                 taking = taking if "mbarrier::complete_tx::bytes" in op else []
                 self.copy(operands, now, taking, added="reduce" in op)
+            elif "commit_group" in op:
+                self.stores[now] += 1
+            elif "wait_group" in op:
+                self.cta.cluster.clocks.bulk_ended(self.numbers[now], self.stores[now] - self.one(operands[0], now))
+            else:
+                raise NotImplementedError(".".join(op))
         elif op[0] == "multiply":
+            if now is not self.everyone:
+                raise RuntimeError(f"{'.'.join(op)} of a part of a warp")
             self.multiply(op, operands)
         elif op[0] == "stmatrix":
             rows = sum(self.read(name) for name in operands[0])
             for i, name in enumerate(operands[1]):
                 matrix = self.read(name).astype(np.uint32).view(np.uint8).reshape(8, 16)
+                here = self.threads // 8 == i
+                self.watched(rows[here, None] + np.arange(16), here, STORE)
                 self.blocks[0][rows[8 * i : 8 * i + 8, None] + np.arange(16)] = matrix
         elif op[:2] == ("st", "async"):
             self.store_async(operands, now)
         elif op[0] in ("ld", "st"):
             self.access(op, operands, now)
-        elif op[0] == "red":
+        elif op[0] == "red" and op[-1] == "f32":
             self.add_to_memory(operands, now)
+        elif op[0] in ("atom", "red"):
+            self.change_memory(op, operands, now)
         elif op[0] == "vote":
-            self.vote(op, operands, now)
+            if now is not self.everyone:
+                raise RuntimeError(f"hangs: {'.'.join(op)} of a part of a warp")
+            self.cta.cluster.clocks.shuffle(self.numbers)
+            self.vote(op, operands, np.ones(LANES, bool))
         elif op[0] in ("ldmatrix", "mma", "shfl"):
+            if now is not self.everyone:
+                raise RuntimeError(f"{'.'.join(op)} of a part of a warp")
+            if op[0] == "ldmatrix":
+                self.watched(sum(self.read(name) for name in operands[1])[:, None] + np.arange(16), now)
+            self.cta.cluster.clocks.shuffle(self.numbers)
             self.together(op, operands)
+        elif op[0] == "redux":
+            self.reduce(op, operands, now)
         elif op[0] == "cvta":
             self.write(operands[0][0], self.read(operands[1][0]), now)
         else:
             self.compute(op, operands, now)
+
+    def reduce(self, op: tuple[str, ...], operands: list[list[str]], now: np.ndarray) -> None:
+        """One number of all lanes."""
+        if now is not self.everyone:
+            raise RuntimeError(f"{'.'.join(op)} of a part of a warp")
+        combine = {"max": np.maximum, "min": np.minimum, "add": np.add, "or": np.bitwise_or, "and": np.bitwise_and}
+        found = combine[op[2]].reduce(ptx_cta.number(self.read(operands[1][0]), op[-1]))
+        self.write(operands[0][0], np.full(LANES, ptx_cta.number(np.asarray(found), op[-1])), now)
 
     def store_async(self, operands: list[list[str]], now: np.ndarray) -> None:
         """Words to shared memory of a CTA of the cluster, whose mbarrier counts their bytes."""
@@ -258,6 +452,8 @@ class Warp(ptx_cta.Cta):
             )
             if start % (4 * len(values)) or target[lane] >> RANK_BITS != mbarrier[lane] >> RANK_BITS:
                 raise IndexError(f"st.async of {len(values)} words to {target[lane]}, mbarrier {mbarrier[lane]}")
+            access = Access(store=True, mbarrier=int(mbarrier[lane]) % (1 << RANK_BITS))
+            self.watched(start + np.arange(4 * len(values)), self.threads == lane, access, cta)
             cta.blocks[0][start : start + 4 * len(values)] = words[:, lane].copy().view(np.uint8)
             cta.arrive(int(mbarrier[lane]) % (1 << RANK_BITS), 0, -4 * len(values))
 
@@ -269,10 +465,31 @@ class Warp(ptx_cta.Cta):
             end = start + 4 * len(values)
             if start % (4 * len(values)) or end > len(block):
                 raise IndexError(f"red at byte {start} of {len(block)}")
+            access = Access(int(places[lane]) >> 32, store=True, atomic=True)
+            self.watched(np.arange(start, end), self.threads == lane, access)
             block[start:end].view(np.float32)[:] += [each[lane] for each in values]
 
+    def change_memory(self, op: tuple[str, ...], operands: list[list[str]], now: np.ndarray) -> None:
+        """Change numbers in memory at once, lane after lane; ``atom`` says what was there."""
+        *result, place, value = operands
+        change = next(ptx_cta.ARITHMETIC[part] for part in op[1:] if part in ("add", "min", "max", "and", "or", "xor"))
+        places, values, size = sum(self.read(name) for name in place), self.read(value[0]), int(op[-1][1:]) // 8
+        found = np.zeros(LANES, np.int64)
+        for lane in np.flatnonzero(now):
+            number, start = int(places[lane]) >> 32, int(places[lane]) & 0xFFFFFFFF
+            block = self.blocks[number]
+            if start % size or start + size > len(block):
+                raise IndexError(f"{'.'.join(op)} at byte {start} of {len(block)}")
+            self.watched(start + np.arange(size), self.threads == lane, Access(number, store=True, atomic=True))
+            there = block[start : start + size].view(ptx_cta.dtype_of(op[-1]))
+            found[lane] = there[0]
+            new = change(found[lane : lane + 1], ptx_cta.number(values[lane : lane + 1], op[-1]))
+            there[:] = new.astype(there.dtype)
+        if result:
+            self.write(result[0][0], found, now)
+
     def copy_async(self, op: tuple[str, ...], operands: list[list[str]], now: np.ndarray) -> None:
-        """Begin copies of 16 bytes, of which the last ones may be zeros; commit or await a group of copies."""
+        """Begin copies, of which the last bytes may be zeros; commit or await a group of copies."""
         if op[2] == "commit_group":
             self.copies.append([])
         elif op[2] == "wait_group":
@@ -280,20 +497,23 @@ class Warp(ptx_cta.Cta):
         elif op[2] == "mbarrier":  # arrives when the copies so far are done, as they are at once
             self.end_copies(len(self.copies))
             self.copies.append([])
-            self.cta.arrive(self.one(operands[0], now), int(now.sum()), 0)
+            self.cta.arrive(self.one(operands[0], now), int(now.sum()), 0, self.numbers[now])
         else:
             target, source = (sum(self.read(name) for name in place) for place in operands[:2])
-            size = self.read(operands[-1][0])
+            size, width = self.read(operands[-1][0]), int(operands[2][0])
             for lane in np.flatnonzero(now):
                 start, block = int(source[lane]) & 0xFFFFFFFF, self.blocks[int(source[lane]) >> 32]
-                if target[lane] % 16 or start % 16 or start + size[lane] > len(block):
+                if target[lane] % width or start % width or start + size[lane] > len(block):
                     raise IndexError(f"cp.async from byte {start} of {len(block)} to {target[lane]}")
-                self.copies[-1].append((int(target[lane]), int(source[lane]), int(size[lane])))
+                self.copies[-1].append((int(target[lane]), int(source[lane]), int(size[lane]), width))
+            self.watched(target[now, None] + np.arange(width), now, Access(store=True, by="cp.async"))
 
     def end_copies(self, groups: int) -> None:
         """Copy the first groups of copies."""
-        for target, source, size in (each for _ in range(groups) for each in self.copies.pop(0)):
-            self.blocks[0][target : target + 16] = 0
+        self.ended += max(groups, 0)
+        self.cta.cluster.clocks.copies_ended(self.numbers, self.ended)
+        for target, source, size, width in (each for _ in range(groups) for each in self.copies.pop(0)):
+            self.blocks[0][target : target + width] = 0
             self.blocks[0][target : target + size] = self.blocks[source >> 32][source & 0xFFFFFFFF :][:size]
 
     def copy(self, operands: list[list[str]], now: np.ndarray, taking: Sequence[Cta], added: bool) -> None:
@@ -302,31 +522,17 @@ class Warp(ptx_cta.Cta):
         """
         shared, (name, *at) = operands[:2] if taking else operands[1::-1]
         which = self.cta.cluster.maps[self.one([name], now)]
-        first, top, *batch = (self.one([coordinate], now) for coordinate in at)
-        if len(batch) == 3:  # of a packed sequence: see tiles.by_sequence
-            batch, (end, far) = [batch[0], 0], batch[1:]
-            top, end = top + end - far, end
-            matrix = which.tensor[0, batch[0]][:end]
-        else:
-            matrix = which.tensor[tuple(reversed(batch))]
-        part = matrix[top : top + which.rows, first : first + which.columns]
-        rows, columns = part.shape
+        coordinates = [self.one([coordinate], now) for coordinate in at]
         places = which.places(self.one(shared, now))
-        if taking:
-            tile = np.zeros((which.rows, which.columns), part.dtype)
-            tile[:rows, :columns] = part
-            for cta in taking:
-                cta.blocks[0][places] = tile.view(np.uint8)
-        elif added:
-            part += self.blocks[0][places].view(part.dtype)[:rows, :columns]
-        else:
-            now_stored = {(top + row, first + column, *batch) for row in range(rows) for column in range(columns)}
-            if twice := which.stored & now_stored:
-                raise RuntimeError(f"stored twice, by row, column and matrix: {sorted(twice)}")
-            which.stored.update(now_stored)
-            part[:] = self.blocks[0][places].view(part.dtype)[:rows, :columns]
+        if not taking:
+            self.watched(places, now, Access(by="bulk"))
+            which.store(self, coordinates, self.blocks[0][places], added)
+            return
+        tile, mbarrier = which.load(self, coordinates), self.one(operands[2], now)
         for cta in taking:
-            cta.arrive(self.one(operands[2], now), 0, -which.rows * which.columns * which.tensor.itemsize)
+            self.watched(places, now, Access(store=True, mbarrier=mbarrier), cta)
+            cta.blocks[0][places] = tile
+            cta.arrive(mbarrier, 0, -tile.size)
 
     def multiply(self, op: tuple[str, ...], operands: list[list[str]]) -> None:
         """This warp's 16 rows of a warpgroup's 64 x n x 32 bytes."""
@@ -364,4 +570,8 @@ class Warp(ptx_cta.Cta):
             address = start + row // 8 * stride + row % 8 * width + size * k
             if width == 16:
                 address += k // 8 * (leading - 16)
-        return self.blocks[0].view(kind)[swizzled(address, width) // size].astype(np.float32)
+        places = swizzled(address, width)
+        if self.cta.traces:
+            each = (places[..., None] + np.arange(size)).reshape(1, -1)
+            self.watched(each, self.threads == 0, Access(by="wgmma"))
+        return self.blocks[0].view(kind)[places // size].astype(np.float32)

@@ -1,0 +1,94 @@
+"""Kernels in the emulator of PTX, watched as compute-sanitizer does it: racecheck, initcheck, memcheck.
+
+That it finds what is wrong is shown by kernels of which an instruction is left out.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cute_ops import testing
+from cute_ops.calls.lookup import ours
+from cute_ops.declaration.case import Case
+from cute_ops.declaration.op import Op
+from cute_ops.jit.layout import Memory, compact
+from cute_ops.testing import kernel_calls
+from cute_ops.testing.kernel_calls import Call
+from tests.emulator import device, products
+from tests.emulator.hazards import Hazard
+
+# Ops on rows; other ones need inputs that fit each other.
+DRAWN = [
+    op
+    for op in kernel_calls.ALL
+    if op.kernel and not op.program and not op.numbers and not op.kernel.startswith("cute_ops.kernels.attention")
+]
+
+
+def of_case(name: str, **dims: Any) -> Call:
+    """A call with inputs that need not fit each other: that changes numbers and nothing else."""
+    op = ours()[name]
+    absent = tuple(each for each, tensor in op.inputs.items() if tensor.optional)
+    arrays = testing.inputs(op, Case("", dims, {}, absent), "bfloat16")
+    where = {each: Memory(compact(a.shape)) for each, a in arrays.items() if a is not None}
+    return Call(op, arrays, where, op.attrs, name, lambda _: arrays)
+
+
+def of_rows(name: str, rows: int, n: int, **sizes: int) -> Call:
+    return kernel_calls.made(ours()[name], rows, n, "bfloat16", "compact", np.random.default_rng(0), **sizes)
+
+
+@pytest.mark.drawn(0.02)
+@pytest.mark.slow
+@products.emulated
+@pytest.mark.parametrize("op", DRAWN, ids=lambda op: op.name)
+def test_calls_of_drawn_lengths(op: Op, tmp_path: Path) -> None:
+    """Twice, with warps in another order: with the same bits."""
+    rng = np.random.default_rng(zlib.crc32(op.name.encode()))
+    n, rows = int(rng.choice([rng.integers(1, 65), rng.integers(65, 600)])), int(rng.choice([1, 2, 5]))
+    dtype, layout = str(rng.choice(["float32", "float16", "bfloat16"])), str(rng.choice(kernel_calls.LAYOUTS))
+    call = kernel_calls.made(op, rows, n, dtype, layout, rng)
+    first, second = (device.run(call, tmp_path, seed) for seed in (0, 1))
+    testing.check(op, call.arrays, call.attrs, first, lambda: map(call.more, range(testing.draws(call.arrays))))
+    assert [a is None or a.tobytes() for a in first] == [a is None or a.tobytes() for a in second]
+
+
+@pytest.mark.drawn(0.2)
+@pytest.mark.slow
+@products.emulated
+@pytest.mark.parametrize(
+    ("name", "left_out", "hazard"),
+    [
+        ("softmax", "bar.sync", "a load of shared memory .* follows a store"),
+        ("softmax", "griddepcontrol.wait", "x is accessed before the previous kernel"),
+        # Copies of the next span's rows wait there until all lanes have read the last ones.
+        ("causal_conv1d_bwd", "bar.warp.sync", "a store to shared memory .* follows a load"),
+        ("linear", "mbarrier.try_wait", "follows a store by TMA"),
+        ("attention_bwd", "fence.proxy.async", "follows an unfenced store by thread"),
+    ],
+)
+def test_what_is_left_out_is_found(name: str, left_out: str, hazard: str, tmp_path: Path) -> None:
+    calls = {
+        "softmax": lambda: of_rows("softmax", 2, 3000), "linear": lambda: of_case("linear", m=(70,), n=64, k=200),
+        "causal_conv1d_bwd": lambda: of_rows("causal_conv1d_bwd", 18, 77, s=23, w=4),
+        "attention_bwd": lambda: of_case("attention_bwd", m=(1,), s=70, t=70, g=1, r=1, d=64, e=64),
+    }  # fmt: skip
+    call = calls[name]()
+    host = device.compiled(device.planned(call)[1].variant, tmp_path)
+    for kernel, text in host.ptx.items():
+        host.ptx[kernel] = without(text, left_out)
+    with pytest.raises(Hazard, match=hazard):
+        device.run(call, tmp_path)
+
+
+def without(ptx: str, instruction: str) -> str:
+    """A kernel without the first such instruction, or all loops that wait for mbarriers."""
+    if "try_wait" in instruction:
+        return re.sub(r"\{\s*\.reg \.pred\s+P1;\s*LAB_WAIT:.*?DONE:\s*\}", "", ptx, flags=re.DOTALL)
+    return re.sub(rf"(?:@!?%p\d+\s+)?{re.escape(instruction)}\b[^;]*;", "", ptx, count=1)
