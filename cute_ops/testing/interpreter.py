@@ -423,6 +423,10 @@ def inline_ptx(code, read_only_args, write_only_types=None, predicate=None):
         return told("arrive", read_only_args[2], 0, -Float32.size)
     if code[:7] in ("add.rn.", "sub.rn.", "mul.rn."):
         return {"add": operator.add, "sub": operator.sub, "mul": operator.mul}[code[:3]](*map(Float32, read_only_args))
+    if code.startswith("max.NaN."):
+        kind = ml_dtypes.bfloat16 if "bf16x2" in code else np.float16
+        a, b = (np.atleast_1d(np.asarray(Int32(x)))[..., None].view(kind).astype(np.float32) for x in read_only_args)
+        return plus_zero(kind, np.maximum(a, b).astype(kind).view("i4")[..., 0].view(Lanes))
     if code.startswith("trap"):
         raise RuntimeError("a kernel traps")
     if "setp.gt.s64" in code:

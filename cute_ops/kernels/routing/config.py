@@ -28,6 +28,9 @@ class RouteConfig(RowConfig):
 
     Attributes:
         ctas: how many there are.
+
+    In the form ``vectors`` only the vectors of a row are sorted whose largest numbers are the largest; in ``route`` all
+    numbers.
     """
 
     ctas: int = 0

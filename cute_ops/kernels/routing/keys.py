@@ -27,6 +27,12 @@ _PLUS_ZERO = {
 }
 
 
+# The larger numbers of both halves of two words; NaN where one is.
+_LARGER = {b: f"max.NaN.{'b' if b else ''}f16x2 {{$w0}}, {{$r0}}, {{$r1}};" for b in (True, False)}
+# Byte permutations that make words of the lower and of the upper halves of two.
+LOWER, UPPER = 0x5410, 0x7632
+
+
 def key_type(itemsize):
     return Int32 if itemsize == 2 else Int64
 
@@ -46,6 +52,36 @@ def order(rX):
     for i in range(cute.size(rWords)):
         rWords[i] = _ordered_pair(rWords[i], rX.element_type == BFloat16)
     return rWords
+
+
+def tops(vectors):
+    """The integer of each vector's largest number."""
+    if vectors[0].element_type.width == 32:
+        return [_ordered(_largest([rX[j] for j in range(cute.size(rX))])) for rX in vectors]
+    bfloat, words = vectors[0].element_type == BFloat16, []
+    for rX in vectors:
+        rWords = cute.recast_tensor(rX, Int32)
+        words.append(_halving([rWords[i] for i in range(cute.size(rWords))], lambda a, b: _larger(a, b, bfloat)))
+    found = []
+    for one, other in zip(words[::2], [*words, words[-1]][1::2]):
+        halves = [cute.arch.prmt(one, other, select) for select in (LOWER, UPPER)]
+        word = _ordered_pair(_larger(*halves, bfloat), bfloat)
+        found += [word << 16, word & UPPER_HALF]
+    return found[: len(vectors)]
+
+
+def _larger(one, other, bfloat):
+    return cute.arch.inline_ptx(_LARGER[bfloat], write_only_types=[Int32], read_only_args=[one, other])
+
+
+def _largest(numbers):
+    return _halving(numbers, lambda a, b: cute.arch.fmax(a, b, nan=True))
+
+
+def _halving(each, combine):
+    while len(each) > 1:
+        each = [combine(a, b) for a, b in zip(each[::2], each[1::2])] + each[len(each) // 2 * 2 :]
+    return each[0]
 
 
 def _ordered(x):

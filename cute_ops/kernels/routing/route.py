@@ -8,13 +8,13 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cute_ops.hardware import VECTOR_BYTES, WARP
-from cute_ops.kernels.lib.copy import fragment, gmem_elements, widen
+from cute_ops.kernels.lib.copy import fragment, gmem_elements, load, widen
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_copy import RowAccess
 from cute_ops.kernels.lib.row_layout import SMEM_PERCENT, RowTile, Vectors, row_count
 from cute_ops.kernels.lib.row_reduce_lse import exponentials
 from cute_ops.kernels.routing.config import RouteConfig
-from cute_ops.kernels.routing.keys import column, key_type, numbers
+from cute_ops.kernels.routing.keys import LAST, column, integers, key, key_type, numbers, order, tops
 from cute_ops.kernels.routing.results import store_results
 from cute_ops.kernels.routing.sort import SortedTopK
 
@@ -41,7 +41,8 @@ class RoutedRows(SortedTopK):
     columns in registers; how often an expert is chosen is counted in shared memory. A second launch of one CTA adds up
     the sums of all CTAs in a fixed order.
     Shared memory: 4 bytes for each column of a tile, and for each expert.
-    Bytes moved per element: logits once; k weights and indices per row.
+    Bytes moved per element: logits once; k weights and indices per row. By vectors, those that are sorted are read
+    again, from L1.
     """
 
     def __init__(self, variant):
@@ -53,6 +54,9 @@ class RoutedRows(SortedTopK):
         self.kind = key_type(variant.tensors["logits"].itemsize)
         self.ctas, self.resident = config.ctas, config.resident
         self.groups = min(ADDING // self.n, GROUPS)
+        # A thread's part of the `size` vectors whose largest numbers are the largest.
+        self.part = self.size * self.tile.vec // self.tile.threads_per_row
+        self.by_vectors = config.form == "vectors"
         self.pdl = can_use_pdl(variant.arch)
 
     @cute.jit
@@ -108,11 +112,16 @@ class RoutedRows(SortedTopK):
         """Choose a row's experts, and add its probabilities to the sums of this thread's columns."""
         mLogits, mWeights, mIndex = tensors
         dtype, place = mLogits.element_type, self.access.readable(coord)
-        (vectors,) = self.access.load([self.access.row(mLogits, "logits", place.row)], place)
-        logits = [fragment(dtype, self.tile.vec) for _ in vectors]
-        for rX, rKept in zip(vectors, logits):
-            rKept.store(rX.load())
-        keys = self._shared(self._own(vectors, coord.first))[: self.k]
+        gRow = self.access.row(mLogits, "logits", place.row)
+        (logits,) = self.access.load([gRow], place)
+        if self.by_vectors:
+            keys = self._of_vectors(logits, gRow, coord)
+        else:
+            vectors = [fragment(dtype, self.tile.vec) for _ in logits]
+            for rX, rKept in zip(logits, vectors):
+                rKept.store(rX.load())
+            keys = self._own(vectors, coord.first)
+        keys = self._shared(keys)[: self.k]
         rTop = numbers(keys, dtype)
         top = [rTop[i].to(Float32) for i in range(self.k)]
         each, total = [exponentials(widen(rX), top[0]) for rX in logits], Float32(0.0)
@@ -132,6 +141,30 @@ class RoutedRows(SortedTopK):
         for i, x in enumerate(chosen):
             rWeights[i] = (x * share).to(dtype)
         self._store(mWeights, mIndex, sCount, rWeights, [column(each) for each in keys], coord)
+
+    def _of_vectors(self, logits, gRow, coord):
+        """A thread's largest keys, in order, of some of the row's vectors: of ``size`` of them, which together have the
+        ``size`` largest numbers of the row, since each of them has one that is larger than those of other vectors.
+        """
+        share, vec, size = self.tile.threads_per_row, self.tile.vec, self.size
+        keys = [key(each, LAST - k * share, self.kind) for k, each in enumerate(tops(logits))]
+        if self.tile.count % share:
+            keys[-1] = self._inside(keys[-1], coord.first[-1])
+        found = self._shared([each - coord.t for each in self._in_order(keys)])
+        length = min(self.part, vec)
+        each, rest = max(self.part // vec, 1), vec // length
+        keys = []
+        for i in range(0, size, size // each):
+            named = found[i]
+            for j in range(1, size // each):
+                named = self.kind(cutlass.select_(coord.t // rest == j, found[i + j], named))
+            first = column(named) * vec + coord.t % rest * length
+            rX = fragment(gRow.element_type, length)
+            load(rX, gRow.at(first))
+            keys += [
+                key(x, LAST - j, self.kind) - first for j, x in enumerate(integers(order(rX), rX.element_type, length))
+            ]
+        return self._in_order(keys)
 
     @cute.jit
     def _store(

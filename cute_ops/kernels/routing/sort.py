@@ -75,12 +75,16 @@ class SortedTopK:
             if self.tile.predicated(k) or self.tile.ends_outside(k):
                 found = [self._inside(each, first[k] + j) for j, each in enumerate(found)]
             keys += found
-        keys += [no_key(self.kind)] * (-len(keys) % self.size)
+        return [each - first[0] for each in self._in_order(keys)]
+
+    def _in_order(self, keys):
+        """The largest of some keys, in order."""
+        keys = keys + [no_key(self.kind)] * (-len(keys) % self.size)
         lists = [self._sorted(keys[i : i + self.size]) for i in range(0, len(keys), self.size)]
         while len(lists) > 1:
             merged = [self._merged(*lists[i : i + 2]) for i in range(0, len(lists) - 1, 2)]
             lists = merged + lists[2 * len(merged) :]
-        return [each - first[0] for each in lists[0]]
+        return lists[0]
 
     def _inside(self, key, column):
         return self.kind(cutlass.select_((column >= 0) & (column < self.n), key, no_key(self.kind)))

@@ -30,6 +30,8 @@ SORT_THREADS, SELECT_SM_THREADS = 128, {True: 1280, False: 1024}
 # large and few, since a last one adds up what each of them has.
 ROUTED_COLUMNS, FEW_EXPERTS, MANY_CHOSEN = {2: 48, 4: 32}, 32, 8
 FEW_ROUTED, ROUTED, MANY_ROUTED = (128, 6), (256, 2), (128, 3)
+# Experts of a token up to which vectors with the largest logits are found first, by bytes of a logit.
+MOST_BY_VECTORS = {2: 8, 4: 4}
 # Threads of a CTA that finds places, and classes up to which it has twice as many: counts of all its warps take 66 KB.
 PLACES_THREADS, FEW_CLASSES = 512, 512
 # Vectors of a thread that adds up rows.
@@ -56,9 +58,19 @@ def routed(problem: Problem) -> RouteConfig:
     n, many = problem.dims["n"], problem.attrs["k"] > MANY_CHOSEN
     columns = ROUTED_COLUMNS[4 if many else ITEMSIZE[problem.dtypes["logits"]]]
     threads, resident = MANY_ROUTED if many else FEW_ROUTED if n <= FEW_EXPERTS else ROUTED
-    return RouteConfig(
-        "route", threads, _power(-(-n // columns)), resident=resident, ctas=resident * problem.sm_count
-    )  # fmt: skip
+    share = _power(-(-n // columns))
+    form = "vectors" if _few_vectors(problem, share) else "route"
+    return RouteConfig(form, threads, share, resident=resident, ctas=resident * problem.sm_count)
+
+
+def _few_vectors(problem: Problem, share: int) -> bool:
+    """Whether those of a row's vectors that have its largest numbers are so few that finding them saves instructions:
+    a fifth of them of 256 bfloat16 logits and k = 4. Keys of 64 bits take three times as many for a comparison.
+    """
+    itemsize, n, size = ITEMSIZE[problem.dtypes["logits"]], problem.dims["n"], _power(problem.attrs["k"])
+    vec = VECTOR_BYTES // itemsize
+    whole = problem.aligns["logits"] >= VECTOR_BYTES and n % vec == 0
+    return whole and size <= MOST_BY_VECTORS[itemsize] and n // vec >= 2 * max(size, share) and share <= size * vec
 
 
 def expert_sums(problem: Problem, flat: Config) -> dict[str, Array | None]:
