@@ -197,9 +197,10 @@ def _leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Frameworks and thousands of tests stay: the garbage collector need not look at them again and again."""
+    """Frameworks and thousands of tests stay: the garbage collector need not look at them again and again. To look for
+    garbage among them once takes a second in each process.
+    """
     if not target.device_count():  # whose memory garbage must not hold
-        gc.collect()
         gc.enable()
         gc.freeze()
         gc.set_threshold(10_000, 20, 20)

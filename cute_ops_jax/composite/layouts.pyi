@@ -76,7 +76,9 @@ def rope_from_positions(
         ``T[*m h d]``. Angles, cosines and sines are computed in float32.
 
     Raises:
-        ValueError: an odd rotary dim, sections that do not add up to r, or fewer positions than sections.
+        TypeError: dtypes that are not listed, sections that are no numbers.
+        ValueError: shapes that do not fit, an odd rotary dim, a base that is not positive, sections that do not add
+            up to r, or fewer positions than sections.
 
     Source: Su et al., RoFormer, 2021; Wang et al., Qwen2-VL, 2024.
     """

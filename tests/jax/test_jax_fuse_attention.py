@@ -21,7 +21,7 @@ Array = jax.Array
 
 
 def draw(*shape: int, rng: np.random.Generator = RNG) -> Array:
-    return jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
+    return jnp.asarray(rng.standard_normal(shape).astype(jnp.bfloat16))
 
 
 Q, K, V, FEW_K, FEW_V = draw(B, T, H, D), draw(B, T, H, D), draw(B, T, H, D), draw(B, T, KV, D), draw(B, T, KV, D)
@@ -38,7 +38,7 @@ def softmax(scores: Array, like: Array) -> Array:
 
 
 def lower(queries: int = T, keys: int = T) -> Array:
-    return jnp.tril(jnp.ones((queries, keys), bool))
+    return jnp.asarray(np.tril(np.ones((queries, keys), bool)))
 
 
 def dots(q: Array, k: Array) -> Array:

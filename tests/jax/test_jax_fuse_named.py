@@ -19,7 +19,7 @@ Function = Callable[..., Any]
 
 
 def draw(*shape: int) -> jax.Array:
-    return jnp.asarray(KEY.standard_normal(shape), jnp.float32)
+    return jnp.asarray(KEY.standard_normal(shape).astype(np.float32))
 
 
 X, POSITIONS = draw(B, T, HEADS, D), jnp.asarray([[0, 1, 2], [3, 4, 7]])

@@ -22,7 +22,7 @@ Arrays = dict[str, jax.Array]
 
 
 def draw(*shape: int) -> jax.Array:
-    return jnp.asarray(RNG.standard_normal(shape) * 0.4, jnp.float32)
+    return jnp.asarray((RNG.standard_normal(shape) * 0.4).astype(np.float32))
 
 
 SHAPES = {

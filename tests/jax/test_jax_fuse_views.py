@@ -19,7 +19,7 @@ KEY = np.random.default_rng(11)
 
 
 def draw(*shape: int) -> jax.Array:
-    return jnp.asarray(KEY.standard_normal(shape), jnp.float32)
+    return jnp.asarray(KEY.standard_normal(shape).astype(np.float32))
 
 
 def check(function: Function, *args: Any) -> list[str]:

@@ -16,9 +16,9 @@ from cute_ops_jax.fusion import Own
 from tests.ops.unit_rows import unit, unit_gradient
 
 ROWS = Tensor("*m n", "T")
-X = jnp.asarray(np.random.default_rng(3).standard_normal((2, 3, 16)), jnp.float32)
-W = jnp.asarray(np.random.default_rng(4).standard_normal((8, 16)), jnp.float32)
-B = jnp.asarray(np.random.default_rng(5).standard_normal(8), jnp.float32)
+X = jnp.asarray(np.random.default_rng(3).standard_normal((2, 3, 16)).astype(np.float32))
+W = jnp.asarray(np.random.default_rng(4).standard_normal((8, 16)).astype(np.float32))
+B = jnp.asarray(np.random.default_rng(5).standard_normal(8).astype(np.float32))
 
 
 # An output that is kept for the gradient, as in docs/row_kernel.md.

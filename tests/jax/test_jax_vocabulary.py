@@ -328,10 +328,10 @@ def test_errors() -> None:
     with pytest.raises(NameError, match=f"^cute.vocab_parallel_linear_cross_entropy: axis 'slice' {where}"):
         jax.vmap(linear, (None, 0, None), axis_name="slice")(arrays["hidden"], arrays["weight"][None], target)
     with pytest.raises(
-        ValueError, match=r"cute.cross_entropy: argument `target` has leading dims \(4,\), but \*m=\(12,\)"
+        ValueError, match=r"in cross_entropy: argument `target` has leading dims \(4,\), but \*m=\(12,\)"
     ):
         cute_ops_jax.vocab_parallel_cross_entropy(logits, target[:4], "model")
-    with pytest.raises(ValueError, match=r"cute.cross_entropy: option `reduction` is 'max'"):
+    with pytest.raises(ValueError, match=r"in cross_entropy: option `reduction` is 'max'"):
         cute_ops_jax.vocab_parallel_cross_entropy(logits, target, "model", reduction="max")
-    with pytest.raises(ValueError, match=r"cute.linear_cross_entropy: argument `weight` has h=320, but h=20"):
+    with pytest.raises(ValueError, match=r"in linear_cross_entropy: argument `weight` has h=320, but h=20"):
         cute_ops_jax.vocab_parallel_linear_cross_entropy(arrays["hidden"], logits, target, "model")
