@@ -16,7 +16,7 @@ from cute_ops.declaration.shapes import Array
 from cute_ops.jit.layout import compact
 from cute_ops.jit.plan import Plan
 from cute_ops_torch.host import codegen
-from cute_ops_torch.host.recorded import recorded
+from cute_ops_torch.host.recorded import placed, recorded
 from cute_ops_torch.library import products
 from cute_ops_torch.library import program as programs
 from cute_ops_torch.library.copies import copied
@@ -83,7 +83,7 @@ class KernelCall:
         return self._make("fill", parameters, tuple(name for name in others if name in present), f"({returned})")
 
     def _make(self, name: str, parameters: list[str], allocated: tuple[str, ...], returned: str) -> Run:
-        values: dict[str, Any] = {"_kernel": self.kernel, "_new": self.new, "_as_strided": torch.as_strided}
+        values: dict[str, Any] = {"_kernel": self.kernel, "_new": self.new, "_placed": placed}
         arrays = {variable: array for variable, array in self.outputs.values() if array is not None}
         arguments = [self._view(n, n, values) for n in self.inputs]
         arguments += [self._view(v, n, values) for n, (v, _) in self.outputs.items() if v in arrays]
@@ -135,7 +135,7 @@ class KernelCall:
         if view is None:
             return variable
         values[f"_size_{variable}"], values[f"_stride_{variable}"] = view.shape, view.strides
-        return f"_as_strided({variable}, _size_{variable}, _stride_{variable})"
+        return f"_placed({variable}, _size_{variable}, _stride_{variable})"
 
 
 def _new(

@@ -190,8 +190,8 @@ def test_the_source_is_what_ran() -> None:
     op = of_run(run)
     source = repeated(op, torch.randn(3, 3), torch.randn(3, 3)).partition("_in1):\n")[2].split("\n")
     assert [re.sub(r"_c\d+", "_c", line.strip()) for line in source if "return run" not in line] == [
-        "_t0 = _as_strided(_in1, _c, _c)", "_t1 = _c(_in0, _t0)", "del _t0", "_c(_t1, _c)",
-        "_t3 = _c(_t1, 0)", "_t4 = _as_strided(_in1, _c, _c)", "_t5 = _c(_t3, _t1, _t4)", "del _t3, _t1, _t4",
+        "_t0 = _placed(_in1, _c, _c)", "_t1 = _c(_in0, _t0)", "del _t0", "_c(_t1, _c)",
+        "_t3 = _c(_t1, 0)", "_t4 = _placed(_in1, _c, _c)", "_t5 = _c(_t3, _t1, _t4)", "del _t3, _t1, _t4",
         "return _t5", "",
     ]  # fmt: skip
 
