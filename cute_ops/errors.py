@@ -182,7 +182,7 @@ def _refused(
     error: Exception, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any],
     wrong: Callable[[Any], str] | None,
 ) -> Exception | None:  # fmt: skip
-    """What a wrong call of a function or of a constructor raises, under the name that callers know, in place of an
+    """The error of a wrong call of a function or of a constructor, under the name that callers know, in place of an
     error in it; None for that error itself.
     """
     from inspect import signature  # start-up time: calls that are right need none

@@ -189,7 +189,7 @@ def verify(
 
 
 class Asked(NamedTuple):
-    """What options say of a sweep and of the interpreter's calls."""
+    """Options of a sweep and of the interpreter's calls."""
 
     number: int
     seed: int

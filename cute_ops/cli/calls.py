@@ -141,7 +141,7 @@ def example(
 
 
 class Asked(NamedTuple):
-    """What options say of calls: sizes, targets, rows, and which optional inputs are passed or not."""
+    """Options of calls: sizes, targets, rows, and which optional inputs are passed or not."""
 
     n: Sequence[int] | None
     dims: Sequence[str] | None

@@ -51,7 +51,7 @@ DECODE_DOC = DECODE_OP_DOC.partition("\n\n")[2].replace(
 
 
 class Where(NamedTuple):
-    """Where queries and keys of sequences lie, by arrays of a call: see :meth:`Attention.attention`."""
+    """The arrays of a call that say where queries and keys of sequences lie: see :meth:`Attention.attention`."""
 
     cu_seqlens_q: Any = None
     cu_seqlens_k: Any = None
@@ -110,7 +110,7 @@ class Attention(ABC, Generic[Array]):
 
     @abstractmethod
     def array(self, array: Any) -> Any:
-        """What may be an array as one."""
+        """A value as an array, if it may be one."""
 
     def chosen(
         self, score_mod: Function | None, mask_mod: Function | None, captured: tuple[Captured, ...], lead: int,
@@ -194,7 +194,7 @@ class Attention(ABC, Generic[Array]):
             raise TypeError(f"cute.{called}: `captured` was given, but no {functions} that reads it.")
 
     def _read(self, captured: Given) -> tuple[tuple[Captured, ...], list[Array]]:
-        """What is known of captured arrays, and the arrays."""
+        """The facts about captured arrays, and the arrays."""
         names = [*captured] if isinstance(captured, Mapping) else [""] * len(captured)
         arrays = [self.array(a) for a in (captured.values() if isinstance(captured, Mapping) else captured)]
         return tuple(Captured(n, kind_of(dtype_of(a)), a.ndim) for n, a in zip(names, arrays, strict=True)), arrays

@@ -161,7 +161,7 @@ class Layouts(Generic[Array]):
 
 
 def _problem(x: Sequence[Any], positions: Sequence[Any], options: tuple[Any, ...], frequencies: Any) -> str:
-    """What is wrong with the shapes and options of a call of ``rope_from_positions``; empty if nothing is."""
+    """The problem with the shapes and options of a call of ``rope_from_positions``; empty if nothing is."""
     base, rotary_dim, sections, heads = options
     if len(x) < 2:
         return f"argument `x` has {len(x)} dims, expected at least 2: T[*m h d]."
@@ -182,7 +182,7 @@ def _problem(x: Sequence[Any], positions: Sequence[Any], options: tuple[Any, ...
 
 
 def _misplaced(rows: Sequence[Any], positions: Sequence[Any], sections: int) -> str:
-    """What is wrong with the shape of positions of so many rows; empty if nothing is."""
+    """The problem with the shape of positions of so many rows; empty if nothing is."""
     if sections and (not positions or positions[0] != sections):
         return f"has {positions[0] if positions else 'no'} positions of a token, expected {sections}, one a section."
     lead = list(positions[bool(sections) :])

@@ -230,7 +230,7 @@ class _Attention:
         return Composite("attention", operands, attrs, (result,), nodes, (self.whole,))
 
     def _views(self) -> tuple[Node, ...]:
-        """What brings a product in float32 to 16 bits, which nothing else reads."""
+        """The cast of a float32 product to 16 bits and the views before it, which nothing else reads."""
         node, views = self.product, list[Node]()
         while node.dtype == "float32":
             node = self.readers.only(node, _OTHER_DTYPES)
@@ -349,7 +349,7 @@ class _Attention:
     # The scores
 
     def _what_is_done(self, acc: int, sizes: tuple[int, int]) -> Scores:
-        """What is done to the scores. It is looked up, as layers that share a mask do the same."""
+        """The changes of scores, which are looked up: layers that share a mask have the same."""
         masks = ((leaf.node, leaf.labels) for i, leaf in enumerate(self.scores.leaves) if i != acc)
         key = (self.scores.expression, self.z, acc, self.rows, self.of_query, sizes, *masks)
         if key not in self.readers.scores:

@@ -215,7 +215,7 @@ def _folded(graph: Graph, primitive: str, terms: Sequence[int]) -> int:
 
 
 class _Colours:
-    """What tells nodes and operands apart, in any order of operands: hashes of what they are computed from and for.
+    """Hashes that tell nodes and operands apart in any order of operands: of what they are computed from and for.
 
     Constants and sizes do not enter. Attributes: ``up`` of each node, ``operands`` of each operand.
     """

@@ -24,7 +24,7 @@ BY_MEANING = (
 
 
 class Choice(NamedTuple):
-    """What an expression becomes.
+    """The op that an expression becomes, or none.
 
     Attributes:
         kind: ``"op"``, ``"fused"``, ``"linear"``, ``"own"``, or empty: it stays.
@@ -42,7 +42,7 @@ class Choice(NamedTuple):
 
 
 def choose(found: Found, products: Sequence[int] = (), *, exact: bool = False) -> Choice:
-    """What an expression becomes.
+    """The op that an expression becomes, or none.
 
     Args:
         found: the expression with its leaves.

@@ -220,7 +220,7 @@ def _columns(node: Node) -> tuple[Any, ...] | None:
 
 
 def _unstacked(part: Node) -> Node | None:
-    """What was given a last dim of one element."""
+    """The value that was given a last dim of one element."""
     part = uncast(part)
     of_one = part.op in ("reshape", "broadcast") and part.shape == (*part.args[0].shape, 1)
     if part.op == "broadcast" and of_one and part.attr != tuple(range(len(part.shape) - 1)):

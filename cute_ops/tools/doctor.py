@@ -127,7 +127,7 @@ def _bundles() -> Iterator[Finding]:
 
 
 def _bundle(where: Path, name: str, anew: str, fitting: str, installed: bool = False) -> Finding:
-    """What is found in a bundle; ``anew`` is what to do if it is damaged, ``fitting`` if it does not fit."""
+    """The findings about a bundle; ``anew`` is what to do if it is damaged, ``fitting`` if it does not fit."""
     try:
         found = bundle.Bundle(where, installed)
         count, changed = found.verify(), found.changed()

@@ -92,7 +92,7 @@ def _check_direction(
     x: Any = arrays[name]
 
     def change(h: float) -> float:
-        """What the sum changes by along ``v``, from a difference whose error is of order ``h^4``."""
+        """The sum's change along ``v``, from a difference whose error is of order ``h^4``."""
         at = {k: float(np.sum(terms({**arrays, name: x + k * h * v}))) for k in (-2, -1, 1, 2)}
         return (8 * (at[1] - at[-1]) - (at[2] - at[-2])) / (12 * h)
 

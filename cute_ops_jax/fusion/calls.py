@@ -140,7 +140,7 @@ def _own_op(found: Found, choice: Choice) -> Call:
 
 
 def _with_gradient_of(expression: Call, run: Call) -> Call:
-    """What ``run`` computes, with the gradient of an expression of that."""
+    """``run``, with the gradient of an expression of the same value."""
     call = jax.custom_vjp(run)
 
     def backward(arrays: Sequence[Any], cotangents: Any) -> Any:

@@ -252,7 +252,7 @@ def _has_known_rule(equation: JaxprEqn) -> bool:
 
 
 def _number(number: Any) -> tuple[str, bytes]:
-    """What tells a number of the program from others."""
+    """A key that tells a number of the program from others."""
     array = np.asarray(number)
     return str(array.dtype), array.tobytes()
 

@@ -28,7 +28,7 @@ _ROWS = ("b_up", "b_down", "norm_weight")
 
 
 def call_of_layer(found: Composite) -> Call:
-    """What runs in place of a part of a layer: of its operands, in order, it computes the roots.
+    """The function that runs in place of a part of a layer: of its operands, in order, it computes the roots.
 
     Raises:
         ValueError: no op of ours computes it, or it would not be faster.

@@ -276,7 +276,7 @@ class Program:
         return [each for each in made if each is not None]
 
     def _of_node(self, node: Node) -> Any:
-        """What makes a node: a primitive that the program does not have by itself is its own unit."""
+        """The unit that makes a node: a primitive that the program does not have by itself is its own unit."""
         if node in self._replaced:
             return self._replaced[node]
         value = self.front.value_of(node)

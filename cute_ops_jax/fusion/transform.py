@@ -70,7 +70,7 @@ class _Fuse:
     def report(
         self, function: Callable[..., Any], *args: Any, exact: bool = False, own: Sequence[Op | Own] = (), **kwargs: Any
     ) -> Report:
-        """What ``fuse`` finds in a function for these arguments, what each part becomes, and what stays and why.
+        """The parts that ``fuse`` finds in a function for these arguments, what each becomes, and what stays and why.
 
         Arguments may be ``jax.ShapeDtypeStruct`` in place of arrays; nothing is computed. ``print`` shows a table.
         """

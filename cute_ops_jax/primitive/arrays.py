@@ -24,7 +24,7 @@ Attributes: TypeAlias = tuple[tuple[str, Any], ...]
 
 
 def as_array(x: Any) -> jax.Array:
-    """What JAX makes an array of as one. ``jnp.asarray`` takes some 8 us to return an array itself."""
+    """An array of a value that JAX takes for one. ``jnp.asarray`` takes some 8 us to return an array itself."""
     return x if isinstance(x, jax.Array) else jnp.asarray(x)
 
 

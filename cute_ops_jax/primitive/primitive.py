@@ -230,8 +230,8 @@ class OpPrimitive:
         inplace: bool,
         last_dims: tuple[int | None, ...] = (),
     ) -> list[jax.Array]:
-        """What JAX traces when it lowers a program on one device; ``last_dims``: of operands before they were
-        transposed, None for one that was not.
+        """The function that JAX traces when it lowers a program on one device; ``last_dims``: of operands before they
+        were transposed, None for one that was not.
         """
         known = {name: place for name, place in zip(names, last_dims, strict=False) if place is not None}
         binding = self.bound(dict(zip(names, arrays, strict=True)), attrs)
@@ -241,7 +241,7 @@ class OpPrimitive:
     def _spread(
         self, run: Lowering, *arrays: Any, names: tuple[str, ...], attrs: Attributes, inplace: bool, devices: int
     ) -> list[Any]:
-        """What JAX traces when it lowers a program that XLA partitions over several devices."""
+        """The function that JAX traces when it lowers a program that XLA partitions over several devices."""
 
         def call(
             inputs: Arrays, attrs: Mapping[str, Any], axes: Axes = (), terms: slices.Cuts = slices.WHOLE

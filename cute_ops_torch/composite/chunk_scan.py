@@ -86,7 +86,7 @@ def chunk_scan(
 
 
 def _within(x: Tensor, b: Tensor, c: Tensor, dt: Tensor, since: Tensor) -> Tensor:
-    """What the tokens of a chunk give each other: (batch, chunks, size, groups, heads of a group, p)."""
+    """The sums that the tokens of a chunk add to each other: (batch, chunks, size, groups, heads of a group, p)."""
     batch, chunks, size, groups, each, p = x.shape
     scores = torch.bmm(c.reshape(-1, size, c.shape[-1]), b.reshape(-1, size, b.shape[-1]).transpose(1, 2))
     # Of each head: what a tile's rows share is summed by the kernel of its gradient, beside a whole tile.

@@ -23,7 +23,7 @@ _NUMBERS = (bool, int, float, str, type(None), torch.dtype)
 
 
 class _Call(NamedTuple):
-    """What the calls with some functions run.
+    """The op that calls with some functions run.
 
     Attributes:
         run: the function of an op.

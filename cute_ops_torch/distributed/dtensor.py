@@ -41,7 +41,7 @@ Placed = Mapping[str, tuple[Sequence[str | None], Sequence[Placement]]]
 
 
 class _Gathered(threading.local):
-    """What the steps of one backward have redistributed: inputs that several of them read.
+    """Tensors that the steps of one backward have redistributed: inputs that several of them read.
 
     Attributes:
         names: those inputs; none outside of a backward of several steps.

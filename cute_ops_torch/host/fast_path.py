@@ -104,7 +104,7 @@ class FastPath:
 
 
 def _run_of(call: CompiledCall) -> Call:
-    """What runs a call; the guard sees autocast by the dispatch keys, as all modes."""
+    """The function that runs a call; the guard sees autocast by the dispatch keys, as all modes."""
     return call.unobserved if call.unobserved and not autocast() else call.run
 
 

@@ -91,8 +91,8 @@ def aligned(addresses: Mapping[str, int]) -> str:
 
 
 def kinds(tensors: Sequence[torch.Tensor | None]) -> Kinds:
-    """What tells guards of one kernel apart: ``requires_grad``, exact types (Parameter is not Tensor to a guard), and
-    which arguments are one tensor, by the place of the first of them.
+    """The facts that tell guards of one kernel apart: ``requires_grad``, exact types (Parameter is not Tensor to a
+    guard), and which arguments are one tensor, by the place of the first of them.
     """
     first = {id(t): place for place, t in reversed([*enumerate(tensors)])}
     return tuple((type(t), t is not None and t.requires_grad, first[id(t)]) for t in tensors)

@@ -121,7 +121,7 @@ class Record(TorchFunctionMode):
         return tuple(made.values()) if len(made) > 1 else next(iter(made.values()))
 
     def function(self, label: str, out: Any) -> Run | None:
-        """What runs all lines and returns ``out`` of that; None where nothing can."""
+        """A function that runs all lines and returns ``out``; None if none can."""
         results = out if isinstance(out, tuple) else (out,)
         outputs = ["None" if t is None else self._name(t) for t in results]
         if not self.complete or None in outputs:

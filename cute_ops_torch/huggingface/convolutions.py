@@ -107,7 +107,7 @@ def _flattens(tree: ast.FunctionDef, call: str) -> bool:
 
 
 def _uses(given: ast.Assign, nodes: list[ast.AST], around: dict[int, ast.AST]) -> list[ast.AST]:
-    """What is done to the value of an assignment to one name, but for reading its shape, until the name gets what was
+    """The uses of the value of an assignment to one name, but for reading its shape, until the name gets what was
     made of that.
     """
     name = ast.unparse(given.targets[0]) if len(given.targets) == 1 else ""

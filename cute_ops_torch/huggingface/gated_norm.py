@@ -100,7 +100,7 @@ def _running(functions: Mapping[torch.dtype, Any], checked: tuple[tuple[str, Any
 
 
 def _function_of(op: Op) -> Callable[[], Callable[..., Any]]:
-    """What gives the function that runs an op, also while torch.compile traces."""
+    """A callable that returns the function that runs an op, also while torch.compile traces."""
     return constant.functions(lambda: op)
 
 

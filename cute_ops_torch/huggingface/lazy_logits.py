@@ -94,7 +94,7 @@ class LazyLogits(Lazy):
 
     @property
     def caps(self) -> Caps | None:
-        """What the loss is to do with the product; None where our loss does not."""
+        """Scale and soft cap of the product, as our loss takes them; None if it does not."""
         factor, divisor = self._scale
         if self._outer is None:
             return Caps(factor / divisor) if factor / divisor > 0 else None

@@ -53,7 +53,7 @@ class LazyNorm(Lazy):
 
 
 def stand_ins(attention: Any) -> dict[str, Callable[[Tensor], Any]]:
-    """What takes the place of the norms of an attention's heads, by name; none if there are not two."""
+    """Callables that take the place of the norms of an attention's heads, by name; none if there are not two."""
     norms = {name: (child, norm_of(child)) for name, child in attention._modules.items() if child is not None}
     of_heads = {
         name: _stand_in(child, made)

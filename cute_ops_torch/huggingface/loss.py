@@ -184,7 +184,7 @@ class _HeadFinder:
 
 
 def _stand_in(module: Any, path: str, product: Callable[[Tensor], Any]) -> Any:
-    """What takes the place of a module's child on the ``path`` to the head, whose products go to ``product``."""
+    """The stand-in for a module's child on the ``path`` to the head, whose products go to ``product``."""
     name, _, rest = path.partition(".")
     child = getattr(module, name)
     if not rest:

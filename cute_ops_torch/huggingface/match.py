@@ -131,7 +131,7 @@ def _copy(function: Any, code: types.CodeType, scope: dict[str, Any], closure: A
 
 
 def _contents(function: Any) -> list[object]:
-    """What the closure of a function holds, a new object for each cell that is empty."""
+    """The contents of a function's closure, a new object for each cell that is empty."""
     found: list[object] = []
     for cell in getattr(function, "__closure__", None) or ():
         try:

@@ -70,8 +70,8 @@ def replacement_of(module: nn.Module) -> Replacement | None:
 
 
 def meaning_of(module: nn.Module, n: int) -> Meaning | None:
-    """What a module computes of rows of n elements, in every dtype, in training and in evaluation; None where that is
-    no op of ours.
+    """The op of ours that a module computes of rows of n elements, in every dtype, in training and in evaluation; None
+    if there is none.
     """
     modes = {child: child.training for child in module.modules()}
     logged = logging.getLogger("torch._subclasses.fake_tensor")  # says what a forward refuses, which is no error here
@@ -171,7 +171,7 @@ def _read_norm(meaning: Meaning, ours: Any) -> Callable[[Any], Norm | None]:
 
 
 def _checked_meaning(module: nn.Module, n: int, state: Any) -> Meaning | None:
-    """What a module computes, as another process found it or a trace says, if it agrees with the original."""
+    """The op that a module computes, which another process or a trace found, if it agrees with the original."""
     key = recorded_meanings.key_of(module, n, state)
     if (found := recorded_meanings.meanings.recall(key)) is not None:
         if found["op"] is None:

@@ -76,7 +76,7 @@ def next_norm(layer: nn.Module) -> LlamaRMSNorm | None:
 
 
 def norm_of(module: Any) -> Norm | None:
-    """What calling a patched norm computes; None of other modules, or where something sees the call."""
+    """The norm that a call of a patched module computes; None of other modules, or where something sees the call."""
     cls: Any = type(module)
     read = getattr(cls, "_cute_norm", None)
     if read is None or not cls._cute_may() or not calls(module, cls._cute_forward):

@@ -197,7 +197,7 @@ def _template(text: str) -> tuple[list[type[ast.stmt]], list[str], list[str]]:
 
 @cache  # modules of a model have a few classes, whose definitions are kept
 def find(template: str, tree: ast.AST) -> dict[str, str] | None:
-    """What :func:`unify` gives for the first place in ``tree`` where its statements occur one after another."""
+    """The renaming, as of :func:`unify`, at the first place in ``tree`` with these statements one after another."""
     count = len(_template(template)[0])
     for node in _nodes(tree):
         blocks: list[Any] = [getattr(node, name, None) for name in ("body", "orelse")]

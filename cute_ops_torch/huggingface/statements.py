@@ -29,7 +29,7 @@ if (
 
 
 class Step(NamedTuple):
-    """What happens to a value: a ``call`` of the module of this name, ``dropout`` with the attribute of this name as
+    """A step of a value: a ``call`` of the module of this name, ``dropout`` with the attribute of this name as
     its probability, or a ``cast`` to the dtype of that module's weight.
     """
 
@@ -143,7 +143,7 @@ def _blocks(tree: ast.AST) -> Iterator[list[ast.stmt]]:
 
 
 def _steps(statement: ast.stmt, me: str, scope: dict[str, Any]) -> tuple[str, str, list[Step]] | None:
-    """What a statement reads, the name that it gives the result, and its steps; None of any other statement."""
+    """The value that a statement reads, the name of its result, and its steps; None of any other statement."""
     if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
         target: Any = statement.targets[0]
         found = _of_value(statement.value, me, scope) if isinstance(target, ast.Name) else None

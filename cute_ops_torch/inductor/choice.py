@@ -60,7 +60,7 @@ class Chooser:
         self.names, self.devices, self.exact, self.own = names, devices, exact, own or Meanings(())
 
     def choose(self, found: Found, products: list[int], device: str) -> Choice:
-        """What an expression on a device of this type becomes, as far as its text tells."""
+        """The ops that an expression on a device of this type becomes, as far as its text tells."""
         if device not in self.devices:
             return Choice("", why=f"it is not asked for on {device or 'no device'}")
         if (own := self.own.of(found, products)) is not None:
@@ -68,7 +68,7 @@ class Chooser:
         return self._of_ours(found, products, device)
 
     def _of_ours(self, found: Found, products: list[int], device: str) -> Choice:
-        """What an expression becomes of ours."""
+        """The ops of ours that an expression becomes."""
         choice = neutral.choose(found, products, exact=self.exact)
         if choice.kind == "linear" and (_adds_bias(found) or "linear" not in self.names):
             choice = neutral.choose(found, exact=self.exact)
@@ -91,7 +91,7 @@ class Chooser:
         return _gain(call.op, tensors, call.attrs)
 
     def choose_composite(self, found: Composite, device: str) -> Choice:
-        """What a part of a layer on a device of this type becomes."""
+        """The composite that a part of a layer on a device of this type becomes."""
         if device not in self.devices:
             return Choice("", why=f"it is not asked for on {device or 'no device'}")
         if found.name not in self.names:

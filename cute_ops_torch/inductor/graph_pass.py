@@ -128,7 +128,7 @@ def _meanings(own: Sequence[Op | Own]) -> Meanings:
 
 
 def _key_of(own: Meanings) -> str:
-    """What identifies ops of the user's, with their meanings, in Inductor's caches."""
+    """The key of ops of the user's, with their meanings, in Inductor's caches."""
     return repr(([cache_key.of_op(each.op) for each in own.ops], own.key))
 
 

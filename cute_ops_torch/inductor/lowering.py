@@ -145,7 +145,7 @@ def _mark_caches(op: Op) -> None:
 
 
 def _by_overload(overload: Any, arity: int) -> Callable[..., None]:
-    """What stands for :attr:`Launcher.into` on a CPU."""
+    """The stand-in for :attr:`Launcher.into` on a CPU."""
 
     def into(*args: Any) -> None:
         made = overload(*args[:arity])

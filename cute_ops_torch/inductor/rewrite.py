@@ -29,16 +29,16 @@ from cute_ops_torch.inductor.fx import hint
 
 
 class Choosing(Protocol):
-    """What becomes of expressions: :class:`Chooser <cute_ops_torch.inductor.choice.Chooser>` in programs."""
+    """Chooses ops for expressions: :class:`Chooser <cute_ops_torch.inductor.choice.Chooser>` in programs."""
 
     def choose(self, found: Found, products: list[int], device: str) -> Choice:
-        """What becomes of an expression on a device: its products that may take an epilogue are given."""
+        """The choice for an expression on a device: its products that may take an epilogue are given."""
 
     def judge(self, call: Call) -> float | None:
         """The microseconds that a call saves; raises :class:`Refused`."""
 
     def choose_composite(self, found: Composite, device: str) -> Choice:
-        """What becomes of a part of a layer on a device."""
+        """The choice for a part of a layer on a device."""
 
     def judge_composite(self, name: str, call: Call) -> float | None:
         """The microseconds that the call of a part of a layer saves; raises :class:`Refused`."""
@@ -207,7 +207,7 @@ class Rewriting:
         self, found: Found | Composite, choice: Choice, emits: Emitter, roots: list[list[Holder]], made: list[Node],
         gain: float | None,
     ) -> float | None:  # fmt: skip
-        """What a part is expected to save, now that its nodes exist beside those that they replace.
+        """The time that a part is expected to save, now that its nodes exist beside those that they replace.
 
         Raises:
             Refused: the part is to stay as it is.
@@ -252,7 +252,7 @@ class Rewriting:
         raise Refused("an operand is written to in place")
 
     def _place(self, found: Found | Composite, choice: Choice, first: int) -> int:
-        """Where an expression is computed: before the first node of it that comes after all operands."""
+        """The node before which an expression is computed: the first node of it that comes after all operands."""
         last = max((self._known(value) for value in operands_of(found, choice)), default=-1)
         nodes = found.nodes if isinstance(found, Composite) else found.region.nodes
         inside = [holder for node in nodes for holder in self.front.holders.get(node, ())]

@@ -16,8 +16,8 @@ Copies = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class Kept:
-    """What is kept while a forward or a backward runs. Where threads take turns, one may find that of another, which
-    holds none of its tensors: then it makes a copy that is there already.
+    """Copies that are kept while a forward or a backward runs. Where threads take turns, one may find that of another,
+    which holds none of its tensors: then it makes a copy that is there already.
 
     Attributes:
         now: the tensors whose copies are kept, no others, of which there may be many; these tensors and their copies.

@@ -235,8 +235,8 @@ def _chain(op: Op, steps: Sequence[_Step], share_copies: bool, repeated: Call | 
 
 
 def _inputs_of(steps: Sequence[_Step]) -> dict[str, Tensor]:
-    """What steps read that no step gives. A tensor that any step requires is required, in the layout of the strictest
-    step. The first one is there.
+    """The tensors that steps read and no step makes. A tensor that any step requires is required, in the layout of the
+    strictest step. The first one is there.
     """
     made = {name for step in steps for name in step.outputs}
     every = [(name, t) for step in steps for name, t in step.inputs.items() if name not in made]
@@ -349,7 +349,7 @@ def _absent_without(op: Op, given: Sequence[str]) -> dict[int, list[int]]:
 
 
 def _thinned(kept: Sequence[Any], places: Sequence[int]) -> tuple[Any, ...]:
-    """What a node saves, with tensors of little memory in these places."""
+    """The tensors that a node saves, with tensors of little memory in these places."""
     found, plain = list(kept), not transforms_active()
     for place in places:
         found[place] = _shape_of(found[place], plain)
@@ -430,7 +430,7 @@ class _Cotangents:
 
 
 def _first_place(declared: Tensor) -> slice | None:
-    """Where in the strides of a cotangent the dim is that should be contiguous; None where none need be."""
+    """The slice of a cotangent's strides with the dim that should be contiguous; None if none need be."""
     if not declared.axes:
         return None
     place = declared.axes[0]

@@ -138,7 +138,7 @@ def run_reference(
 def _results(
     binding: Binding, tensors: Tensors, program: Program | None = None, call: Callable[..., Any] = programs.call
 ) -> tuple[Any, ...]:
-    """What the program returns, the op's own or its fallback, or else the reference; None where absent.
+    """The results of the op's program or of its fallback, or else of the reference; None where absent.
 
     Raises:
         TypeError: it is not what the op declares.

@@ -29,7 +29,7 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def wrong_tensor(value: Any) -> str:
-    """What is wrong with a value that is to be a tensor, ``one dense tensor, got ndarray``; empty for a tensor whose
+    """The problem with a value that is to be a tensor, ``one dense tensor, got ndarray``; empty for a tensor whose
     elements a kernel finds by strides, and for None.
     """
     came = _no_dense_tensor(value)

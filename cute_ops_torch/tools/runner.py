@@ -37,7 +37,7 @@ def broken() -> bool:
 
 
 def not_checked() -> str:
-    """What :func:`run` and :func:`check` cannot check with this allocator; empty if they check everything.
+    """The checks that :func:`run` and :func:`check` cannot make with this allocator; empty if they make all.
 
     They rely on a caching allocator, which hands out the memory that was filled with NaN and freed just before.
     """

@@ -211,7 +211,7 @@ def _traced(option: str, function: Function, captured: Sequence[Captured], chose
 def _names(
     captured: Sequence[Captured], given: Mapping[str, Function], arrays: Mapping[str, Sequence[int]]
 ) -> list[str]:
-    """What the op calls captured arrays: their names in the call, or those of parameters, if an input may have them."""
+    """The op's names of captured arrays: those in the call, or those of parameters, if an input may have them."""
     found = [array.name for array in captured]
     for option, function in given.items():
         parameters = [*header_of(function, option).parameters.values()][OPTIONS[option] :]

@@ -145,7 +145,7 @@ def by_warpgroups(arch: str) -> bool:
 
 
 def _of_size(tiles: Mapping[int, T], problem: Problem) -> T:
-    """What is there for the longer of both head dims."""
+    """The entry for the longer of both head dims."""
     size = _headdim(problem)
     return next(each for longest, each in tiles.items() if size <= longest)
 
@@ -359,7 +359,7 @@ def mla_decode(problem: Problem) -> MlaConfig:
 
 
 def mla_workspace(problem: Problem, flat: Config) -> dict[str, Array | None]:
-    """What :func:`decode_workspace` is; all heads share a cache's head."""
+    """The workspace of :func:`decode_workspace`, where all heads share a cache's head."""
     dims, config = problem.dims, MlaConfig.of(flat)
     queries = dims["h"] * dims["s"]
     keys = dims["c"] * (dims["t"] if config.paged else 1)

@@ -203,7 +203,7 @@ def reads_by_head(mask: Mod) -> bool:
 
 
 def _role(node: Node, base: int) -> str:
-    """What an index is: ``*m`` the number of the batch, ``g*r`` that of the head, else empty."""
+    """The meaning of an index: ``*m`` the number of the batch, ``g*r`` that of the head, else empty."""
     if node.primitive != "operand":
         return ""
     return {base + BATCH: "*m", base + HEAD: "g*r"}.get(node.operand, "")

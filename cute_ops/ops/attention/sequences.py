@@ -28,7 +28,7 @@ class Side(NamedTuple):
 
 
 class Where(Protocol):
-    """What scores are of, where these are not all of a batch's queries and keys."""
+    """The queries and keys that scores are of, if they are not all of a batch's."""
 
     def coordinates(self, head: Any, heads: Any) -> list[Any]:
         """Batch, head, q and k of scores, and their sizes, in the dtype of ``head``, which is given."""

@@ -36,7 +36,7 @@ def _shifted(xp: Any, x: Any, by: int) -> Any:
 
 
 def _tap(xp: Any, x: Any, seq_idx: Any, by: int) -> Any:
-    """What the tap ``by`` positions before meets, zeros of another sequence."""
+    """The input of the tap ``by`` positions before; zeros where that is another sequence."""
     found = _shifted(xp, x, by)
     if seq_idx is None or not by:
         return found

@@ -46,7 +46,7 @@ def reference(xp: Any, ends: Any, classes: Any, order: Any, dout: Any) -> Any:
 
 
 def sort_tokens(xp: Any, arrays: dict[str, Any]) -> None:
-    """What the gradient of an embedding is told of its tokens: they are sorted by class."""
+    """Sort drawn tokens by class, as the gradient of an embedding reads them."""
     classes = arrays["classes"]
     classes.sort()
     arrays["ends"][:] = xp.searchsorted(classes, xp.arange(arrays["ends"].size), "right")

@@ -544,8 +544,8 @@ class _Epilogue:
         return {"expression": text, "reads": " ".join(read), "writes": " ".join(self.writes)}
 
     def cost(self, problem: Problem, start: int, blocks: int) -> EpilogueCost:
-        """What the epilogue needs of an SM, where ``start`` bytes, at most 16, divide the offset of second halves, and
-        ``blocks`` columns of the weight share a row of shared memory.
+        """The resources of an SM that the epilogue needs, if ``start`` bytes, at most 16, divide the offset of second
+        halves, and ``blocks`` columns of the weight share a row of shared memory.
         """
         expression, primitives, _ = split(self.expression(problem.attrs))
         # A thread reduces two rows. A reduction of groups takes eight registers, for what it adds up and for results.

@@ -115,7 +115,7 @@ def declare(
 
 
 def product_of(kernel: str, dtype: str) -> ProductPlan:
-    """What the kernel of this name multiplies, with this declared dtype of the product."""
+    """The plan of the product that the kernel of this name computes, of this declared dtype."""
     transposed = {"Linear": 1, "LinearDx": None, "LinearDweight": 0}[kernel.removeprefix("Batched")]
     return ProductPlan(transposed, flat=kernel == "LinearDweight", dtype=None if dtype == "T" else dtype)
 
@@ -157,8 +157,8 @@ def configure(
 
 
 def loads(problem: Problem, names: Sequence[str], terms: str) -> tuple[list[tuple[int, bool]], int]:
-    """What :func:`vector` gives for the operands of these names, and the columns of the second that share a row of
-    shared memory, where the dim ``terms`` is summed over.
+    """The vectors of the operands of these names, as of :func:`vector`, and the columns of the second that share a row
+    of shared memory, where the dim ``terms`` is summed over.
     """
     vectors = [vector(problem, name, problem.size(problem.contiguous[name])) for name in names]
     return vectors, 8 if problem.contiguous[names[1]] == terms else SWIZZLED

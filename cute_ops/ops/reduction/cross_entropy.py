@@ -54,7 +54,7 @@ def shaped(xp: Any, x: Any, softcap: float, logit_scale: float) -> tuple[Any, An
 
 
 def origin(xp: Any, m: Any) -> Any:
-    """What exponents beside the maximum ``m`` are relative to."""
+    """The number that is subtracted in exponents beside the maximum ``m``."""
     return xp.where(m > -xp.inf, m, xp.zeros_like(m))
 
 
