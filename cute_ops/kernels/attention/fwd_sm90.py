@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.pipeline import PipelineUserType, make_pipeline_state, pipeline_init_arrive, pipeline_init_wait
 from cutlass.tensor_utils import LayoutEnum
@@ -215,7 +215,7 @@ class AttentionFwd(ForwardKernel):
                     there = self._there(ring_k, slot)
                     ring_k.consumer_release(slot)
                     slot.advance()
-                    self._weigh(rS, (tile, own, tidx, there), last, (rMax, rSum))
+                    self._weigh(rS, (tile, own, tidx, there), last, (rMax, rSum), True)
                     late.fill(1.0)
                     store_packed(rS, rP)
                     for i in cutlass.range(1, last - first + 1, unroll=1):
@@ -232,7 +232,7 @@ class AttentionFwd(ForwardKernel):
                             there = self._there(ring_k, slot)
                             ring_k.consumer_release(slot)
                             slot.advance()
-                            factors = self._weigh(rS, (tile, own, tidx, there), keys, (rMax, rSum))
+                            factors = self._weigh(rS, (tile, own, tidx, there), keys, (rMax, rSum), False)
                             # ptxas would move the wait ahead of the exponentials, but not over a branch on their sums.
                             if rSum[0] + rSum[1] < 0.0:
                                 cute.arch.sync_warp()
@@ -281,10 +281,16 @@ class AttentionFwd(ForwardKernel):
         cute.arch.barrier_arrive(barrier_id=TURN + after, number_of_threads=2 * WARPGROUP)
 
     @cute.jit
-    def _weigh(self, rS, at: cutlass.Constexpr, keys, sums: cutlass.Constexpr):
-        """Change a tile's scores and exponentiate them: see :meth:`OnlineSoftmax.add`."""
+    def _weigh(
+        self, rS, at: cutlass.Constexpr, keys, sums: cutlass.Constexpr, is_last: cutlass.Constexpr
+    ):  # fmt: skip
+        """Change a tile's scores and exponentiate them: see :meth:`OnlineSoftmax.add`. Without a mask keys are left out
+        of the last tile alone.
+        """
         tile, sizes, tidx, there = at
-        whole = self.tiles.whole(tile, sizes, tile.block, keys)
+        whole = Boolean(True)
+        if const_expr(is_last or self.mods.mask is not None):
+            whole = self.tiles.whole(tile, sizes, tile.block, keys)
         first = tile.block * self.tile_m, keys * self.tile_n, self.tile_n
         place = place_of(tidx, tile, first, sizes)
         return self.softmax.add_changed(
