@@ -21,7 +21,7 @@ from cute_ops_torch.composite.scaled_dot_product import computes, fits
 from cute_ops_torch.inductor.attention_mask import ALL, CAUSAL, sides_of
 from cute_ops_torch.inductor.emit import Emitter, Refused
 from cute_ops_torch.inductor.fx import calls, value_of
-from cute_ops_torch.inductor.rewrite import is_read_alike, lies_alike
+from cute_ops_torch.inductor.strides import lie_alike, relaid, relay
 from cute_ops_torch.registry import define
 
 _FLOATS = {getattr(torch, name) for name in FLOATS}
@@ -183,8 +183,10 @@ def _put(node: Node, emitter: Emitter, make: Any) -> bool:
         return False
     was, new = value_of(node), value_of(made)
     fits = was is not None and new is not None and was.dtype == new.dtype and str(was.shape) == str(new.shape)
-    if not fits or not (lies_alike(made, node) or is_read_alike(node, new)):  # type: ignore[arg-type]
+    others = ({} if lie_alike(new, was) else relaid(node.graph, {node: new})) if fits else None  # type: ignore[arg-type]
+    if others is None:
         emitter.undo()
         return False
+    relay(others)
     node.replace_all_uses_with(made)
     return True

@@ -7,11 +7,9 @@ later, all of it runs in one mode, and no random number or write in place change
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 
 from cute_ops.fusion.analyse import Analysis, Found
@@ -23,9 +21,10 @@ from cute_ops.fusion.scores import Known
 from cute_ops.fusion.settle import Expressions, Layers, settle
 from cute_ops.garbage import without_collections
 from cute_ops_torch.inductor.dynamo import DynamoFront, Holder, sweep
-from cute_ops_torch.inductor.effects import example, name_of, storage_of
+from cute_ops_torch.inductor.effects import example, storage_of
 from cute_ops_torch.inductor.emit import Call, Emitter, Refused
 from cute_ops_torch.inductor.fx import hint
+from cute_ops_torch.inductor.strides import lie_alike, relaid, relay, text_of
 
 
 class Choosing(Protocol):
@@ -50,6 +49,7 @@ class Reading(Protocol):
     graph: Graph
     values: dict[Node, Any]
     barriers: list[int]
+    written: dict[int, list[int]]
 
     @property
     def known(self) -> Known | None:
@@ -193,15 +193,35 @@ class Rewriting:
             emits = emitter(order)
             made, gain = emits.emit(found, choice, self.choosing.judge)
         made = [emits.as_held(new, holders[0].node) for holders, new in zip(roots, made, strict=True)]
-        if wrong := next(filter(None, map(_wrong, made, roots)), ""):
+        olds = [holders[0].node for holders in roots]
+        wrong = next(filter(None, map(_differs, made, olds)), "")
+        others = None if wrong else self._relaid(roots, made)
+        if others is None:
             emits.undo()
-            raise Refused(wrong)
+            raise Refused(wrong or "its result is not laid out row by row")
         gain = self.settled(found, choice, emits, roots, made, gain)
+        self._relay(others)
         for holders, new in zip(roots, made, strict=True):
             for holder in holders:
                 self.instead[holder.node] = here = emits.as_held(new, holder.node)
                 holder.node.replace_all_uses_with(here)
         return gain
+
+    def _relaid(self, roots: list[list[Holder]], made: list[Node]) -> dict[Node, Any] | None:
+        """The values of nodes that lie otherwise once new tensors stand for the results; None where that may not be."""
+        instead = {
+            holder.node: example(new)
+            for holders, new in zip(roots, made, strict=True) if not lie_alike(example(new), example(holders[0].node))
+            for holder in holders
+        }  # fmt: skip
+        return relaid(self.graph, instead) if instead else {}
+
+    def _relay(self, values: Mapping[Node, Any]) -> None:
+        written = self.front.written
+        for node, value in values.items() if written else ():
+            if places := written.get(storage_of(example(node))):
+                written[storage_of(value)] = places
+        relay(values)
 
     def settled(
         self, found: Found | Composite, choice: Choice, emits: Emitter, roots: list[list[Holder]], made: list[Node],
@@ -301,15 +321,6 @@ def _order(found: Found, results: list[Any]) -> tuple[int, ...]:
     return () if order == tuple(range(rank)) else order
 
 
-def _wrong(new: Node, holders: list[Holder]) -> str:
-    """Why a new tensor cannot take the place of others; empty if it can."""
-    wrong = _differs(new, holders[0].node)
-    if wrong or lies_alike(new, holders[0].node):
-        return wrong
-    fits = all(is_read_alike(each.node, example(new)) for each in holders)
-    return "" if fits else "its result is not laid out row by row"
-
-
 def _differs(new: Node, old: Node) -> str:
     """In what a new tensor differs from the one that the program has, besides strides; empty if in nothing."""
     made, was = example(new), example(old)
@@ -323,49 +334,6 @@ def _differs(new: Node, old: Node) -> str:
     return ""
 
 
-def lies_alike(new: Node, old: Node) -> bool:
-    """Whether a new tensor has the strides of the one that the program has."""
-    made, was = example(new), example(old)
-    strides = zip(made.stride(), was.stride(), was.shape, strict=True)
-    return all(_same([a], [b]) for a, b, size in strides if not (isinstance(size, int) and size == 1))
-
-
-def is_read_alike(node: Node, value: torch.Tensor) -> bool:
-    """Whether all that read a node also take a value with other strides, a part of an array: views of it exist, and
-    the program does not return it.
-    """
-    for user in node.users:
-        made = example(user)
-        if user.op == "output" or name_of(user.target) == "as_strided":
-            return False
-        if isinstance(made, torch.Tensor) and storage_of(made) != storage_of(example(node)):
-            continue  # computed anew, in an array of its own
-        view = _viewed(user, node, value)
-        if view is None or not is_read_alike(user, view):
-            return False
-    return True
-
-
-def _viewed(user: Node, node: Node, value: torch.Tensor) -> torch.Tensor | None:
-    """The view that a user of a node makes of another value; None where there is none, or it is no view."""
-    run = getattr(torch.Tensor, str(user.target), None) if user.op == "call_method" else user.target
-    if not callable(run) or not isinstance(example(user), torch.Tensor):
-        return None
-    args, kwargs = torch.fx.map_arg(
-        (user.args, dict(user.kwargs)), lambda each: value if each is node else example(each)
-    )
-    try:
-        with torch.no_grad(), value.fake_mode if isinstance(value, FakeTensor) else nullcontext():
-            made = run(*args, **kwargs)
-    except (RuntimeError, TypeError, ValueError):
-        return None
-    return made if isinstance(made, torch.Tensor) else None
-
-
 def _same(a: Any, b: Any) -> bool:
     """Whether sizes are the same numbers or the same symbols; nothing is guarded."""
-    return [_text(each) for each in a] == [_text(each) for each in b]
-
-
-def _text(size: Any) -> str:
-    return str(size.node.expr) if isinstance(size, torch.SymInt) else str(size)
+    return [text_of(each) for each in a] == [text_of(each) for each in b]

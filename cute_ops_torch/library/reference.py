@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -79,7 +80,8 @@ def fake_kernel(op: Op, on_trace: Callable[[], None]) -> Callable[..., Any]:
         named = zip(op.keywords.items(), attrs, strict=True)
         attrs = [d if n in op.scalars and isinstance(a, torch.SymInt) else a for (n, d), a in named]
         binding = bind_tensors(op, tensors, attrs)
-        check_strides(binding, tensors)
+        if not _inductor_runs():
+            check_strides(binding, tensors)
         like = next(t for t in tensors if t is not None)
         outputs = []
         for name, declared in op.outputs.items():
@@ -92,6 +94,14 @@ def fake_kernel(op: Op, on_trace: Callable[[], None]) -> Callable[..., Any]:
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     return fake
+
+
+def _inductor_runs() -> bool:
+    """Whether Inductor compiles a graph: tensors that a backward reads lie as its own forward laid them out, and the
+    lowering of an op sees to it that its inputs lie as they must.
+    """
+    virtualized = sys.modules.get("torch._inductor.virtualized")
+    return virtualized is not None and not isinstance(virtualized.V.debug, virtualized.NullHandler)
 
 
 def traced_reference(op: Op, *args: Any, **kwargs: Any) -> Any:

@@ -882,3 +882,34 @@ def test_a_bias_stays_with_its_product_where_roundings_are_kept() -> None:
         for product in (lambda x, w, b: F.linear(x, w, b), lambda x, w, b: torch.addmm(b, x, w)):
             function = lambda x, w, b, product=product: torch.softmax(F.gelu(product(x, w, b)) * 2 + x, -1)  # noqa: E731
             assert torch.equal(torch.compile(function, backend=only_the_pass)(x, w, b), function(x, w, b))
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_results_whose_layout_spreads(written: bool) -> None:
+    """The program's sum lies by columns and ours by rows, and so does what torch computes from it."""
+
+    def function(x: Tensor, r: Tensor, g: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        total = x.mT + r
+        turned = total.mT.cos()
+        flat = total.cos().reshape(B, -1)  # a copy, of what lies by columns
+        flat = flat.mul_(2.0) if written else flat * 2
+        return F.layer_norm(total, (8,), w), F.rms_norm(turned, (S,), g), flat
+
+    found = {"rmsnorm": 1} if written else {"fused": 1, "rmsnorm": 1}
+    given = made(B, 8, S, seed=0), made(B, S, 8, seed=1), made(S, seed=2), made(8, seed=3)
+    compare(function, *given, found=found)
+
+
+def test_inductor_may_lay_out_what_a_backward_reads_otherwise() -> None:
+    """It runs convolutions channels last, whatever the program does: fake tensors of their outputs come so, and the
+    lowering of an op lays them out as it takes them.
+    """
+    from torch._inductor.debug import DebugContext
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode():
+        x, weight = torch.empty(B, 8, S).mT, torch.empty(8)
+        with pytest.raises(ValueError, match="stride"):
+            torch.ops.cute.rmsnorm(x, weight)
+        with DebugContext():  # which Inductor enters before all that it does
+            assert torch.ops.cute.rmsnorm(x, weight)[0].shape[-1] == 8

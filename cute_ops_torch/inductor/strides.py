@@ -1,0 +1,143 @@
+"""What a graph's nodes hold where a new tensor has other strides than the one whose place it takes.
+
+An op of ours writes its results row by row. Where the program had other strides, what reads them has others, too:
+views, and what torch computes in the layout of its inputs (sums, activations, convolutions, group norms), and so on.
+Parts that are replaced later must see tensors as they will lie, and the program must not get them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from heapq import heappop, heappush
+from typing import Any
+
+import torch
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import Graph, Node
+
+from cute_ops_torch.inductor.effects import example, has_effects, name_of, storage_of, written_by
+
+
+def lie_alike(made: torch.Tensor, was: torch.Tensor) -> bool:
+    """Whether two tensors of one shape have the same strides."""
+    strides = zip(made.stride(), was.stride(), was.shape, strict=True)
+    return all(text_of(a) == text_of(b) for a, b, size in strides if not (isinstance(size, int) and size == 1))
+
+
+def text_of(size: Any) -> str:
+    """A size as a number or a symbol: to compare texts guards nothing."""
+    return str(size.node.expr) if isinstance(size, torch.SymInt) else str(size)
+
+
+def relaid(graph: Graph, instead: Mapping[Node, Any]) -> dict[Node, Any] | None:
+    """The values of all nodes that lie otherwise once some nodes hold other values; None where that may not be.
+
+    The program must not return one of them, views of them must exist, and none may share memory that is written to with
+    another one where it was a copy.
+    """
+    order, found, waiting = {node: i for i, node in enumerate(graph.nodes)}, dict[Node, Any](), list[tuple[int, Node]]()
+
+    def read(node: Node) -> None:
+        for user in node.users:
+            heappush(waiting, (order[user], user))
+
+    for node in instead:
+        read(node)
+    while waiting:
+        node = heappop(waiting)[1]
+        if node in instead:
+            continue
+        values = {**instead, **found}
+        made = None if node.op == "output" or name_of(node.target) == "as_strided" else _run(node, values)
+        if made is None or _shares_what_is_written(graph, node, made, values):
+            if _is_needed(node, instead):
+                return None
+        elif not _alike(made, found.get(node, example(node))):
+            found[node] = made
+            read(node)
+    return found
+
+
+def relay(values: Mapping[Node, Any]) -> None:
+    """Let nodes hold other values."""
+    for node, value in values.items():
+        node.meta["val" if "val" in node.meta else "example_value"] = value
+
+
+def _alike(made: Any, was: Any) -> bool:
+    if isinstance(made, (tuple, list)):
+        return len(made) == len(was) and all(map(_alike, made, was))
+    if not isinstance(made, torch.Tensor):
+        return True
+    return isinstance(was, torch.Tensor) and lie_alike(made, was)
+
+
+def _run(node: Node, values: Mapping[Node, Any]) -> Any:
+    """What a node computes of other values; None where it does not take them."""
+    was = example(node)
+    run = getattr(torch.Tensor, str(node.target), None) if node.op == "call_method" else node.target
+    if not callable(run) or was is None or isinstance(run, torch._ops.HigherOrderOperator):
+        return None
+    args, kwargs = torch.fx.map_arg(
+        (node.args, dict(node.kwargs)), lambda each: values[each] if each in values else example(each)
+    )
+    fakes = [each for each in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(each, FakeTensor)]
+    mode: Any = fakes[0].fake_mode if fakes else nullcontext()
+    quiet: Any = mode.shape_env.suppress_guards() if fakes and mode.shape_env is not None else nullcontext()
+    with torch.no_grad(), torch._C._DisableAutocast(), quiet, mode, enable_python_dispatcher():
+        try:
+            made = run(*args, **kwargs)
+        except Exception:  # it may be any function, of operands in several dtypes under autocast
+            made = _run_in_one_dtype(run, args, kwargs, was)
+        return torch.utils._pytree.tree_map(_as, made, was) if made is not None else None
+
+
+def _run_in_one_dtype(run: Any, args: Any, kwargs: Any, was: Any) -> Any:
+    """What autocast lets a function compute."""
+    if not isinstance(was, torch.Tensor) or not was.is_floating_point():
+        return None
+
+    def cast(each: Any) -> Any:
+        return each.to(was.dtype) if isinstance(each, torch.Tensor) and each.is_floating_point() else each
+
+    try:
+        return run(*torch.utils._pytree.tree_map(cast, args), **torch.utils._pytree.tree_map(cast, kwargs))
+    except Exception:
+        return None
+
+
+def _as(made: Any, was: Any) -> Any:
+    """A tensor in the dtype of another one, which autocast had given, and with a gradient if that has one."""
+    if not isinstance(made, torch.Tensor) or not isinstance(was, torch.Tensor):
+        return made
+    made = made if made.dtype == was.dtype else made.to(was.dtype)
+    return made.requires_grad_() if was.requires_grad and not made.requires_grad else made
+
+
+def _shares_what_is_written(graph: Graph, node: Node, made: Any, values: Mapping[Node, Any]) -> bool:
+    """Whether a tensor lies in the memory of one that it is computed from, and was a copy that something writes to, as
+    ``x.contiguous()`` may.
+    """
+    if not isinstance(made, torch.Tensor):
+        return False
+    memory, own = storage_of(made), storage_of(example(node))
+    for each in node.all_input_nodes:
+        if each in values and storage_of(values[each]) == memory and storage_of(example(each)) != own:
+            written = {storage_of(example(one)) for other in graph.nodes for one in written_by(other)}
+            return bool({own, storage_of(example(each))} & written)
+    return False
+
+
+def _is_needed(node: Node, instead: Mapping[Node, Any]) -> bool:
+    """Whether a program goes on reading a node, or does what it does, without what others were instead of."""
+    waiting, seen = [node], {node}
+    while waiting:
+        each = waiting.pop()
+        if each.op == "output" or has_effects(each):
+            return True
+        more = [user for user in each.users if user not in seen and user not in instead]
+        seen.update(more)
+        waiting += more
+    return False
