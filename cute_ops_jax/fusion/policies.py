@@ -16,15 +16,18 @@ import jax
 
 from cute_ops.fusion.graph import Node
 from cute_ops_jax._compat import JaxprEqn
+from cute_ops_jax.primitive.vjp import labelled
 
 Policy = Callable[..., Any]
 NAME = "name"  # the primitive of checkpoint_name, which also names the outputs of our ops
+LABEL = "#"  # stands between the name of an op's outputs and the label that they have in a part of a program
 
 
 def answers_of(
     policy: Policy, equations: Sequence[JaxprEqn], call: Callable[..., Any], reads: Sequence[Any], roots: Sequence[Node]
-) -> dict[str, Any]:
-    """A checkpoint policy's answers, by name, for the named outputs of ops that run in place of some equations.
+) -> tuple[str, dict[str, Any]]:
+    """A checkpoint policy's answers, by name, for the named outputs of ops that run in place of some equations, and
+    what label these outputs have: that of other parts, of which it says the same.
 
     Args:
         policy: the program's.
@@ -36,11 +39,14 @@ def answers_of(
     said = [(policy(each.primitive, *(v.aval for v in each.invars), **each.params), each) for each in equations]
     saved = {each.outvars[0]: answer for answer, each in said if _saves(answer)}
     if not saved or not all(isinstance(size, int) for v in saved for size in getattr(v.aval, "shape", ())):
-        return {}
+        return "", {}
+    answer = next(iter(saved.values()))
+    label = " ".join([f"{LABEL}{type(answer).__name__}", *map(str, answer if isinstance(answer, tuple) else ())])
     specs = jax.tree.map(_spec, reads, is_leaf=lambda each: isinstance(each, Node))
-    kept = dict(_named(jax.make_jaxpr(partial(jax.vjp, call))(specs).jaxpr))
+    with labelled(label):
+        kept = dict(_named(jax.make_jaxpr(partial(jax.vjp, call))(specs).jaxpr))
     more = sum(_bytes(v.aval) for v in kept) - sum(map(_bytes, map(_spec, roots)))
-    return {} if more > sum(_bytes(v.aval) for v in saved) else dict.fromkeys(kept.values(), next(iter(saved.values())))
+    return label, {} if more > sum(_bytes(v.aval) for v in saved) else dict.fromkeys(kept.values(), answer)
 
 
 def with_answers(policy: Policy, answers: Mapping[str, Any]) -> Policy:
@@ -49,8 +55,11 @@ def with_answers(policy: Policy, answers: Mapping[str, Any]) -> Policy:
 
 
 def _extended(policy: Policy, answers: Mapping[str, Any], primitive: Any, *avals: Any, **params: Any) -> Any:
-    made = policy(primitive, *avals, **params)
-    return made if _saves(made) or primitive.name != NAME else answers.get(params["name"], made)
+    if primitive.name != NAME:
+        return policy(primitive, *avals, **params)
+    plain, *label = params["name"].split(LABEL)
+    made = policy(primitive, *avals, **{**params, "name": plain} if label else params)
+    return made if _saves(made) else answers.get(params["name"], made)
 
 
 def _saves(answer: Any) -> bool:

@@ -34,6 +34,7 @@ from cute_ops_jax.fusion.layers import call_of_layer
 from cute_ops_jax.fusion.lookups import Lookup, lookup_of
 from cute_ops_jax.fusion.losses import picked
 from cute_ops_jax.fusion.policies import NAME, Policy, answers_of, with_answers
+from cute_ops_jax.primitive.vjp import labelled
 
 NOTHING: Mapping[int, Input] = {}
 NONE = Meanings(())
@@ -67,6 +68,7 @@ class Program:
         self, closed: ClosedJaxpr, exact: bool = False, known: Mapping[int, Input] = NOTHING, *, own: Meanings = NONE
     ) -> None:
         self.closed, self.exact, self._inputs, self._own = closed, exact, known, own
+        self._labels: dict[int, str] = {}  # by id of the parts of which a policy saves something
         whole: set[int] = set()
         first = Front(closed, exact=exact)
         passed = self._let_through(first) if first.stops else set[int]()
@@ -137,15 +139,16 @@ class Program:
                     tuple(map(of_node, nodes)) if is_product else of_node(nodes[0])
                     for is_product, nodes in _reads(unit)
                 ]
-                roots = unit.found.roots
-                made.update((root, self._placed(root, out)) for root, out in zip(roots, unit.call(given), strict=True))
+                with labelled(self._labels.get(id(unit), "")):
+                    outs = unit.call(given)
+                made.update((root, self._placed(root, out)) for root, out in zip(unit.found.roots, outs, strict=True))
             else:
                 made[unit] = self._of_primitives(unit, [of_node(arg) for arg in unit.args])
         return [read(value) for value in self.front.outputs]
 
     def policy(self, policy: Policy) -> Policy:
         """The policy of a checkpoint whose body this is. What it saves of a part gets the name that the part's op gives
-        it, and no other.
+        it, with a label that other parts do not have, and no other.
         """
         parts = {node: part for part in self.parts if part.call for node in _computes(part)}
         running, replaced = set(map(id, self._order)), dict[int, tuple[Part, list[Step]]]()
@@ -157,8 +160,10 @@ class Program:
         for part, found in replaced.values():
             assert part.call is not None
             given = [nodes if is_product else nodes[0] for is_product, nodes in _reads(part)]
-            if said := answers_of(policy, [step.equation for step in found], part.call, given, part.found.roots):
+            label, said = answers_of(policy, [step.equation for step in found], part.call, given, part.found.roots)
+            if said:
                 answers |= said
+                self._labels[id(part)] = label
                 self._open |= {id(step) for step in found if step.equation.primitive.name == NAME}
         policy = with_answers(policy, answers)
         for body in self.bodies.values():

@@ -21,7 +21,7 @@ from cute_ops_jax.distributed.slices import spread
 from cute_ops_jax.distributed.varying import Axes, alike, as_axes, manual
 from cute_ops_jax.primitive.arrays import in_order, wrong_array
 from cute_ops_jax.primitive.primitive import one_for_each, primitive_of
-from cute_ops_jax.primitive.vjp import StaticCall, differentiable
+from cute_ops_jax.primitive.vjp import StaticCall, differentiable, label
 
 # ``(x, weight=None, bias=None, eps=1e-06, weight_offset=0.0)`` of an op, with annotations as text.
 signature = partial(header, takes="ArrayLike", returns="Array")
@@ -66,8 +66,11 @@ def register(op: Op) -> Callable[..., Any]:
     @wraps(call)
     def function(*args: Any, **kwargs: Any) -> Any:
         try:
-            if (len(args) > arity or kwargs) and (text := tell(args[arity:], kwargs)):
-                return traced(*args, **kwargs, _told=text)
+            told = label.get()
+            if len(args) > arity or kwargs:
+                told += tell(args[arity:], kwargs)
+            if told:
+                return traced(*args, **kwargs, _told=told)
             return traced(*args, **kwargs)
         except (TypeError, ValueError, NotImplementedError, OverflowError):
             _check_arguments(op, header, args, kwargs)  # what jit refuses, it refuses without the op's name
@@ -108,7 +111,7 @@ def _caller(op: Op, header: inspect.Signature, axes: Axes = (), what: str = "") 
             _check_axes(axes, what)
         # Before custom_vjp, so that a replicated weight gets the sum of the devices' gradients.
         given = spread(given, axes) if axes else dict(zip(given, alike(list(given.values())), strict=True))
-        found = run(StaticCall(tuple(given), attrs, inplace, axes), given)
+        found = run(StaticCall(tuple(given), attrs, inplace, axes, label.get()), given)
         results = [
             found.get(n, found.get(t.same_as) if t.same_as else None) for n, t in op.results.items() if not t.hidden
         ]

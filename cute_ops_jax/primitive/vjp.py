@@ -7,7 +7,9 @@ needs: a frozen weight has no gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -37,12 +39,29 @@ class StaticCall(NamedTuple):
         attrs: the attributes.
         inplace: whether gradients may take the memory of the inputs that are donated to them.
         axes: of the enclosing ``shard_map``, along which devices have slices of the dim that the op splits.
+        label: what stands behind the names that policies of checkpoints know the outputs by: see :func:`labelled`.
     """
 
     names: tuple[str, ...]
     attrs: Attributes
     inplace: bool = False
     axes: Axes = ()
+    label: str = ""
+
+
+label: ContextVar[str] = ContextVar("label", default="")
+
+
+@contextmanager
+def labelled(text: str) -> Iterator[None]:
+    """Let ops that are called here have outputs of other names than their other calls, ``cute_<op><text>``, so that a
+    policy of ``jax.checkpoint`` can tell them from these.
+    """
+    token = label.set(text)
+    try:
+        yield
+    finally:
+        label.reset(token)
 
 
 def differentiable(op: Op) -> Callable[[StaticCall, Arrays], Arrays]:
@@ -55,7 +74,7 @@ def differentiable(op: Op) -> Callable[[StaticCall, Arrays], Arrays]:
     def outputs_of(forward: OpPrimitive, call: StaticCall, inputs: Arrays) -> Arrays:
         # Policies of jax.checkpoint may name the outputs, those kept for the gradient included.
         outputs = forward(inputs, call.attrs, axes=call.axes).items()
-        return {name: checkpoint_name(a, f"cute_{op.name}") for name, a in outputs if a is not None}
+        return {name: checkpoint_name(a, f"cute_{op.name}{call.label}") for name, a in outputs if a is not None}
 
     if not op.differentiable:
         return run

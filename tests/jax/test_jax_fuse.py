@@ -257,6 +257,27 @@ def test_names_hide_nothing_and_policies_save_what_they_saved() -> None:
         same(*(grad(*args) for grad in grads))
 
 
+def test_a_policy_that_saves_some_of_like_layers() -> None:
+    """The op of a layer whose name it does not know keeps nothing."""
+    name, args = jax.ad_checkpoint.checkpoint_name, (X, draw(N, 48), draw(48, N))
+
+    def layers(x: Any, up: Any, down: Any) -> Any:
+        for i in range(3):
+            x = x + jax.nn.silu(name(x @ (up * (i + 1)), f"up{i}")) @ down
+        return x
+
+    def saved(function: Any) -> int:
+        return sum(a.shape[-1:] == (48,) and a.ndim > 2 for a in jax.tree.leaves(jax.vjp(function, *args)[1]))
+
+    for names in ((), ("up1",), ("up0", "up2"), ("up0", "up1", "up2")):
+        function = jax.checkpoint(layers, policy=jax.checkpoint_policies.save_only_these_names(*names))
+        assert became(function, *args) == ["mlp"]  # three of them
+        fused = cute_ops_jax.fuse(lambda *a, run=function: jax.jit(run)(*a))
+        assert (saved(function), saved(fused)) == (len(names), len(names)), names
+        grads = (jax.grad(lambda *a, run=run: jnp.sum(jnp.tanh(run(*a)))) for run in (fused, function))
+        same(*(grad(*args) for grad in grads))
+
+
 @pytest.mark.slow
 def test_row_vectors_with_more_dims() -> None:
     """Biases and weights of norms ``[1, 1, n]``."""
