@@ -338,7 +338,7 @@ def _note_rows(context: Any) -> None:
     def drops_product(module: Any) -> bool:
         return mlp.is_silu_mlp(module) and module.down_proj.weight.dtype == hidden.dtype
 
-    known = all(type(size) is int for size in hidden.shape)
+    known = None not in (model, head) and all(type(size) is int for size in hidden.shape)
     traced.note((_rows(model, head, hidden, drops_product) if known else None) or 0)
 
 

@@ -130,8 +130,8 @@ def _note_reader(context: Any) -> None:
 
 
 def module_of(context: Any, name: str) -> Any:
-    """The module that a local variable of the traced code is."""
-    return _variable(context, name).value
+    """The module that a local variable of the traced code is; None where Dynamo has only its name."""
+    return getattr(_variable(context, name), "value", None)
 
 
 def _variable(context: Any, name: str) -> Any:
