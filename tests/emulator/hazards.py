@@ -159,8 +159,6 @@ class Clocks:
                 late &= ~self._exchanged(loads, threads)
             self._refuse(late, loads, (f"a store to {traces.name}", places, threads), "a load")
         traces.stores[places] = stamps | atomic * ATOMIC
-        if len(threads) > 1 and not atomic and (traces.stores[places] != stamps).any():
-            raise Hazard(f"racecheck: two threads store to one byte of {traces.name} at once")
 
     def _late(self, stamps: np.ndarray, threads: np.ndarray, part: int = 0) -> np.ndarray:
         """Whether these threads do not know, or know to be fenced, of what was stamped."""

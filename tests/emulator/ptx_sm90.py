@@ -359,6 +359,16 @@ class Warp(ptx_cta.Cta):
                 here = now & (address >> 32 == block)
                 self.watched((address[here] & 0xFFFFFFFF)[:, None] + within, here, Access(block, op[0] == "st"))
         super().access(op, operands, now)
+        if self.cta.traces and op[0] == "st" and len({*address[now].tolist()}) < now.sum():
+            self.agreed(data, address, size, now)
+
+    def agreed(self, data: list[str], address: np.ndarray, size: int, now: np.ndarray) -> None:
+        """Refuse that threads have stored different numbers to one place at once."""
+        for lane in np.flatnonzero(now):
+            block, start = self.blocks[int(address[lane]) >> 32], int(address[lane]) & 0xFFFFFFFF
+            stored = np.array([self.read(name)[lane] for name in data]).astype(f"u{size}").view(np.uint8)
+            if (block[start : start + len(stored)] != stored).any():
+                raise hazards.Hazard(f"racecheck: two threads store different numbers to byte {start} at once")
 
     def act(self, op: tuple[str, ...], operands: list[list[str]], now: np.ndarray) -> None:
         if op[0] == "elect":
