@@ -10,23 +10,24 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
-BRANCHES = ast.If | ast.For | ast.While | ast.IfExp | ast.ExceptHandler | ast.comprehension | ast.match_case
+BRANCHES = {ast.If, ast.For, ast.While, ast.IfExp, ast.ExceptHandler, ast.comprehension, ast.match_case}
+INNER = {ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef}
 
 
 @cache
-def trees() -> dict[str, ast.Module]:
+def definitions() -> list[tuple[str, FUNCTIONS | ast.ClassDef | ast.Module]]:
+    """Modules and the functions and classes in them, each with its file."""
     paths = [path for name in ("cute_ops", "cute_ops_torch", "cute_ops_jax") for path in (ROOT / name).rglob("*.py")]
-    return {str(path.relative_to(ROOT)): ast.parse(path.read_text(encoding="utf-8")) for path in sorted(paths)}
-
-
-@cache
-def functions() -> list[tuple[str, FUNCTIONS]]:
     return [
-        (f"{path}:{node.lineno} {node.name}", node)
-        for path, tree in trees().items()
-        for node in ast.walk(tree)
-        if isinstance(node, FUNCTIONS)
+        (str(path.relative_to(ROOT)), node)
+        for path in sorted(paths)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, FUNCTIONS | ast.ClassDef | ast.Module)
     ]
+
+
+def functions() -> list[tuple[str, FUNCTIONS]]:
+    return [(f"{path}:{node.lineno} {node.name}", node) for path, node in definitions() if isinstance(node, FUNCTIONS)]
 
 
 def positional(function: FUNCTIONS) -> int:
@@ -40,8 +41,8 @@ def branches(function: FUNCTIONS) -> int:
     count, waiting = 0, [*ast.iter_child_nodes(function)]
     while waiting:
         node = waiting.pop()
-        if not isinstance(node, FUNCTIONS | ast.Lambda | ast.ClassDef):
-            count += isinstance(node, BRANCHES) + (len(node.values) - 1 if isinstance(node, ast.BoolOp) else 0)
+        if type(node) not in INNER:
+            count += (type(node) in BRANCHES) + (len(node.values) - 1 if isinstance(node, ast.BoolOp) else 0)
             waiting += ast.iter_child_nodes(node)
     return count
 
@@ -64,10 +65,8 @@ def test_docstrings_do_not_lean_on_the_one_before() -> None:
     starts = "The same", "As ", "Those ", "Likewise"
     leaning = [
         f"{path}:{getattr(node, 'lineno', 1)}"
-        for path, tree in trees().items()
-        for node in ast.walk(tree)
-        if isinstance(node, FUNCTIONS | ast.ClassDef | ast.Module)
-        and (ast.get_docstring(node) or "").startswith(starts)
+        for path, node in definitions()
+        if (ast.get_docstring(node) or "").startswith(starts)
     ]
     assert not leaning
 
