@@ -368,7 +368,8 @@ def _slice(g: Graph, args: _Args, params: Any, shape: Any, dtype: str) -> _Made:
     made = args[0]
     steps = params["strides"] or (1,) * len(made.shape)
     bounds = zip(params["start_indices"], params["limit_indices"], steps, strict=True)
-    for axis, (start, stop, step) in enumerate(bounds):
+    for axis, bound in enumerate(bounds):
+        start, stop, step = (int(each) if isinstance(each, np.integer) else each for each in bound)
         made = g.slice(made, axis, start, stop, step)
     return [made]
 

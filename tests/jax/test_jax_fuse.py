@@ -257,6 +257,19 @@ def test_names_hide_nothing_and_policies_save_what_they_saved() -> None:
         same(*(grad(*args) for grad in grads))
 
 
+def test_slices_by_integers_of_numpy() -> None:
+    """As those of a convolution's gradient; their sizes are numbers, also for a checkpoint's policy."""
+    w = draw(N, 8)
+
+    def function(x: Any) -> Any:
+        rows = jax.lax.slice(x, (0, 1, 0), x.shape, (1, np.int64(2), 1))
+        return jax.nn.silu(rows @ w) * 2
+
+    each = jax.checkpoint(function, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
+    assert became(each, X) == ["linear"]
+    same(jax.grad(lambda x: cute_ops_jax.fuse(each)(x).sum())(X), jax.grad(lambda x: each(x).sum())(X))
+
+
 def test_a_policy_that_saves_some_of_like_layers() -> None:
     """The op of a layer whose name it does not know keeps nothing."""
     name, args = jax.ad_checkpoint.checkpoint_name, (X, draw(N, 48), draw(48, N))
