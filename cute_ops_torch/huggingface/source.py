@@ -49,7 +49,7 @@ def copied(tree: Any) -> Any:
         return [copied(each) for each in tree]
     if not isinstance(tree, ast.AST) or not tree._fields:
         return tree
-    made = type(tree)()
+    made = (kind := type(tree)).__new__(kind)  # of Python 3.13 on, a call without fields warns
     vars(made).update({name: copied(value) for name, value in vars(tree).items()})
     return made
 

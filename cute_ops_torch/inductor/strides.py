@@ -7,8 +7,8 @@ Parts that are replaced later must see tensors as they will lie, and the program
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from heapq import heappop, heappush
 from typing import Any
 
@@ -85,13 +85,32 @@ def _run(node: Node, values: Mapping[Node, Any]) -> Any:
     )
     fakes = [each for each in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(each, FakeTensor)]
     mode: Any = fakes[0].fake_mode if fakes else nullcontext()
-    quiet: Any = mode.shape_env.suppress_guards() if fakes and mode.shape_env is not None else nullcontext()
-    with torch.no_grad(), torch._C._DisableAutocast(), quiet, mode, enable_python_dispatcher():
+    sizes: Any = mode.shape_env if fakes else None
+    with torch.no_grad(), torch._C._DisableAutocast(), _without_trace(sizes), mode, enable_python_dispatcher():
         try:
             made = run(*args, **kwargs)
         except Exception:  # it may be any function, of operands in several dtypes under autocast
             made = _run_in_one_dtype(run, args, kwargs, was)
-        return torch.utils._pytree.tree_map(_as, made, was) if made is not None else None
+        return torch.utils._pytree.tree_map(_as, made, was) if _has_sizes(made, was) else None
+
+
+@contextmanager
+def _without_trace(sizes: Any) -> Iterator[None]:
+    """Let functions run that guard sizes, or return tensors of new ones, as ``x[mask]``: tracing knows of neither."""
+    if sizes is None:
+        yield
+        return
+    with sizes.suppress_guards(), sizes.ignore_fresh_unbacked_symbols():
+        yield
+
+
+def _has_sizes(made: Any, was: Any) -> bool:
+    """Whether a result has the sizes of another one; those that depend on data are new each time."""
+    if isinstance(made, (tuple, list)):
+        return len(made) == len(was) and all(map(_has_sizes, made, was))
+    if isinstance(made, torch.Tensor):
+        return isinstance(was, torch.Tensor) and [*map(text_of, made.shape)] == [*map(text_of, was.shape)]
+    return (made is None) == (was is None)
 
 
 def _run_in_one_dtype(run: Any, args: Any, kwargs: Any, was: Any) -> Any:

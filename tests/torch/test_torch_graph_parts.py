@@ -900,6 +900,17 @@ def test_results_whose_layout_spreads(written: bool) -> None:
     compare(function, *given, found=found)
 
 
+def test_results_whose_layout_spreads_to_sizes_that_depend_on_data() -> None:
+    """Compilers forgive no such size that they have not traced."""
+
+    def function(x: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        turned = (total := x.mT + r).cos()
+        return F.layer_norm(total, (8,), w), turned[turned > 0.5].sum()
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compare(function, made(B, 8, S, seed=0), made(B, S, 8, seed=1), made(8, seed=3), found={})
+
+
 def test_inductor_may_lay_out_what_a_backward_reads_otherwise() -> None:
     """It runs convolutions channels last, whatever the program does: fake tensors of their outputs come so, and the
     lowering of an op lays them out as it takes them.
