@@ -153,10 +153,11 @@ def can_bypass_linear(x: torch.Tensor, *layers: nn.Module) -> bool:
     """Whether linear layers without bias do nothing but multiply ``x``, or what is made of it, by their weights."""
     if not is_plain(x) or x.dtype not in _DTYPES or torch.is_autocast_enabled(x.device.type):
         return False
-    return all(_only_multiplies(layer, x.dtype) for layer in layers)
+    return all(only_multiplies(layer, x.dtype) for layer in layers)
 
 
-def _only_multiplies(layer: nn.Module, dtype: torch.dtype) -> bool:
+def only_multiplies(layer: nn.Module, dtype: torch.dtype) -> bool:
+    """Whether calling a module multiplies by its weight, of this dtype, and does nothing else."""
     if not is_plain_linear(layer) or layer._parameters["bias"] is not None:
         return False
     weight = parameter(layer, "weight")

@@ -334,12 +334,9 @@ def _chunk_rows(model: Any, head: nn.Linear, hidden: Tensor) -> int | None:
 def _note_rows(context: Any) -> None:
     model, head = (traced.module_of(context, name) for name in ("model", "head"))
     hidden = context.get_local("hidden").as_fake()
-
-    def drops_product(module: Any) -> bool:
-        return mlp.is_silu_mlp(module) and module.down_proj.weight.dtype == hidden.dtype
-
     known = None not in (model, head) and all(type(size) is int for size in hidden.shape)
-    traced.note((_rows(model, head, hidden, drops_product) if known else None) or 0)
+    drops = lambda module: mlp.drops_product_in_graph(module, hidden.dtype)  # noqa: E731
+    traced.note((_rows(model, head, hidden, drops) if known else None) or 0)
 
 
 def _rows(model: Any, head: nn.Linear, hidden: Tensor, drops_product: Callable[[Any], bool]) -> int | None:

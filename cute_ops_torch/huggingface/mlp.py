@@ -10,7 +10,7 @@ from torch import nn
 
 from cute_ops_torch import functions
 from cute_ops_torch.huggingface import autograd_nodes, products
-from cute_ops_torch.huggingface.bypass import calls, can_bypass_linear, declined, runs, takes
+from cute_ops_torch.huggingface.bypass import calls, can_bypass_linear, declined, only_multiplies, runs, takes
 from cute_ops_torch.huggingface.match import Forward, Replacement, by_source
 from cute_ops_torch.huggingface.source import source_digest
 
@@ -52,16 +52,25 @@ def _gated(mlp: LlamaMLP, x: torch.Tensor, act: str, multiply: Forward) -> Any:
 
 def drops_product(mlp: nn.Module, x: torch.Tensor) -> bool:
     """Whether a module is a gated MLP that does not keep ``act(gate) * up`` for its backward, and nothing looks on."""
-    return is_silu_mlp(mlp) and _is_bypassed(mlp, x)  # type: ignore[arg-type]
+    return _is_silu_mlp(mlp) and _is_bypassed(mlp, x)  # type: ignore[arg-type]
 
 
-def is_silu_mlp(mlp: nn.Module) -> bool:
+def drops_product_in_graph(mlp: Any, dtype: torch.dtype) -> bool:
+    """Whether :func:`drops_product` holds in a graph that a compiler makes, for inputs of this dtype."""
+    return _is_silu_mlp(mlp) and all(only_multiplies(each, dtype) for each in _layers(mlp))
+
+
+def _is_silu_mlp(mlp: nn.Module) -> bool:
     """Whether a module is a gated MLP with SiLU whose ``forward`` is ours."""
     return runs(mlp, _silu_mlp) and _computes(mlp.act_fn) == "silu"  # type: ignore[arg-type]
 
 
 def _is_bypassed(mlp: LlamaMLP, x: torch.Tensor) -> bool:
-    return can_bypass_linear(x, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+    return can_bypass_linear(x, *_layers(mlp))
+
+
+def _layers(mlp: LlamaMLP) -> tuple[nn.Module, ...]:
+    return mlp.gate_proj, mlp.up_proj, mlp.down_proj
 
 
 def _gelu_mlp(self: LlamaMLP, x: torch.Tensor) -> Any:
