@@ -59,19 +59,20 @@ def by_hand(torch: Any, x: Any, k: int, normalize: bool) -> tuple[Any, Any, Any]
 
 @pytest.mark.on_gpus
 @pytest.mark.parametrize("normalize", [True, False])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_routes(adapter: Adapter, dtype: str, normalize: bool) -> None:
+@pytest.mark.parametrize(("dtype", "k"), [("float32", 3), ("bfloat16", 3), ("float32", 17)])
+def test_routes(adapter: Adapter, dtype: str, k: int, normalize: bool) -> None:
+    """Of few experts of a token by one kernel, of more by others."""
     torch = pytest.importorskip("torch")
     rng = np.random.default_rng(4)
-    x = rng.permuted(np.linspace(-3, 3, 33 * 8).reshape(33, 8), axis=None).astype(numpy_dtype(dtype))
+    x = rng.permuted(np.linspace(-3, 3, 33 * (k + 5)).reshape(33, -1), axis=None).astype(numpy_dtype(dtype))
     leaf = torch.from_numpy(x.astype(np.float64)).requires_grad_()
-    weights, index, balance = by_hand(torch, leaf, 3, normalize)
-    d = rng.standard_normal((33, 3)).astype(x.dtype)
+    weights, index, balance = by_hand(torch, leaf, k, normalize)
+    d = rng.standard_normal((33, k)).astype(x.dtype)
     (exact,) = torch.autograd.grad((weights * torch.from_numpy(d.astype(np.float64))).sum() + balance, leaf)
-    run = adapter.usual(lambda x: adapter.ours.route(x, k=3, normalize=normalize)[::2])
+    run = adapter.usual(lambda x: adapter.ours.route(x, k=k, normalize=normalize)[::2])
     found, (slope,) = adapter.value_and_gradients(run, [adapter.array(x)], [d, np.ones((), np.float32)])
     np.testing.assert_array_equal(
-        adapter.numpy(adapter.ours.route(adapter.array(x), k=3)[1]), index.numpy().astype(np.int32)
+        adapter.numpy(adapter.ours.route(adapter.array(x), k=k)[1]), index.numpy().astype(np.int32)
     )
     off = 4 * EPS[dtype]
     np.testing.assert_allclose(found[0].astype(np.float64), weights.detach().numpy(), rtol=off, atol=off)

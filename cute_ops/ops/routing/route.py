@@ -96,9 +96,10 @@ def _run(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
     else:
         weights = xp.cast(xp.picked(_probabilities(xp, call, logits), found["found"]), logits)
     n, count = logits.shape[-1], max(math.prod(logits.shape[:-1]), 1)
-    index = found["found"].reshape(-1, 1)
+    index = found["found"].reshape(-1)
     none = xp.cast(xp.ones((n, 1), logits) * 0, index)
-    load = xp.cast(xp.plus_rows(none, index, index * 0 + 1), xp.ones((), logits)).reshape(-1) * (n / count**2)
+    chosen = xp.plus_rows(none, index, (index * 0 + 1).reshape(-1, 1)).reshape(-1)
+    load = xp.cast(chosen, xp.ones((), logits)) * (n / count**2)
     balance = (call(expert_totals, {"logits": logits}, {})["total"] * load).sum()
     return {"weights": weights, "index": found["found"], "balance": balance, "load": load}
 
