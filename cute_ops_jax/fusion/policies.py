@@ -57,9 +57,10 @@ def with_answers(policy: Policy, answers: Mapping[str, Any]) -> Policy:
 def _extended(policy: Policy, answers: Mapping[str, Any], primitive: Any, *avals: Any, **params: Any) -> Any:
     if primitive.name != NAME:
         return policy(primitive, *avals, **params)
-    plain, *label = params["name"].split(LABEL)
-    made = policy(primitive, *avals, **{**params, "name": plain} if label else params)
-    return made if _saves(made) else answers.get(params["name"], made)
+    name = params["name"]
+    plain = name.split(LABEL)[0] if name in answers else name  # the program's own names may have any form
+    made = policy(primitive, *avals, **{**params, "name": plain})
+    return made if _saves(made) else answers.get(name, made)
 
 
 def _saves(answer: Any) -> bool:

@@ -291,6 +291,21 @@ def test_a_policy_that_saves_some_of_like_layers() -> None:
         same(*(grad(*args) for grad in grads))
 
 
+def test_a_policy_that_saves_names_like_those_of_ops() -> None:
+    name, args = jax.ad_checkpoint.checkpoint_name, (X, draw(N, 48), draw(48, N))
+
+    def layer(x: Any, up: Any, down: Any) -> Any:
+        made = jax.nn.silu(name(x @ up, "up")) @ down
+        return jnp.tanh(name(jnp.sort(made), "rows#1") @ down.T)
+
+    def saved(*names: str) -> int:
+        function = jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names(*names))
+        fused = cute_ops_jax.fuse(lambda *a: jax.jit(function)(*a))
+        return sum(a.shape == X.shape for a in jax.tree.leaves(jax.vjp(fused, *args)[1]))
+
+    assert saved("up", "rows#1") == saved("up") + 1
+
+
 @pytest.mark.slow
 def test_row_vectors_with_more_dims() -> None:
     """Biases and weights of norms ``[1, 1, n]``."""
