@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
+from numbers import Integral
 from typing import Any, Generic, TypeVar
 
 from cute_ops.composite.group_norm import group_norm_first, group_norm_last, group_norm_long, is_long
@@ -143,7 +144,7 @@ class Layouts(Generic[Array]):
             at = self._float32(at)
         cos, sin = self._rope_tables(self._constant(at), steps, section)
         if heads:
-            return self._rope_packed(given, cos, sin, heads, interleaved)  # type: ignore[no-any-return]
+            return self._rope_packed(given, cos, sin, int(heads), interleaved)  # type: ignore[no-any-return]
         return self._rope(given, cos, sin, interleaved)  # type: ignore[no-any-return]
 
     def _section(self, sections: tuple[int, ...], mixed: bool, r: int, x: Any) -> Any:
@@ -170,9 +171,9 @@ def _problem(x: Sequence[Any], positions: Sequence[Any], options: tuple[Any, ...
         return f"option `rotary_dim` is {size}, expected an even number."
     if not base > 0:
         return f"option `base` is {shown(base)}, expected a positive number."
-    if isinstance(heads, bool) or not isinstance(heads, int) or heads < 0:
+    if isinstance(heads, bool) or not isinstance(heads, Integral) or heads < 0:
         return f"option `heads` is {shown(heads)}, expected how many heads are rotated, or 0."
-    if sections and (not all(isinstance(each, int) for each in sections) or sum(sections) != size // 2):
+    if sections and (not all(isinstance(each, Integral) for each in sections) or sum(sections) != size // 2):
         return f"option `sections` is {shown(sections)}, expected a sum of r={size // 2}."
     if problem := _misplaced(x[:-2], positions, len(sections)):
         return f"argument `positions` {problem}"
@@ -185,9 +186,7 @@ def _misplaced(rows: Sequence[Any], positions: Sequence[Any], sections: int) -> 
     """The problem with the shape of positions of so many rows; empty if nothing is."""
     if sections and (not positions or positions[0] != sections):
         return f"has {positions[0] if positions else 'no'} positions of a token, expected {sections}, one a section."
-    lead = list(positions[bool(sections) :])
-    while lead and lead[0] == 1:
-        lead = lead[1:]
+    lead = positions[bool(sections) :]
     last = rows[max(len(rows) - len(lead), 0) :]
     if len(lead) > len(rows) or any(a != b and a != 1 for a, b in zip(lead, last, strict=True)):
         return f"has the shape {[*positions]}, expected the last ones of *m={tuple(rows)}, or 1."

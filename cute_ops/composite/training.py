@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import inf
+from numbers import Real
 from typing import Any, Generic, TypeVar
 
 from cute_ops.composite.linear_distillation import linear_distillation_rows
@@ -235,15 +236,15 @@ class Training(Generic[Array]):
     # --- parts -------------------------------------------------------------------------------------------------------
 
     def _tokens(
-        self, function: str, head: tuple[Any, ...], ignore_index: int, temperature: float
+        self, function: str, head: tuple[Any, ...], ignore_index: int, temperature: Any
     ) -> tuple[Any, Any]:  # fmt: skip
         """The log-probability of each token, 0 where it is ignored, and whether it counts, in float32."""
-        if isinstance(temperature, bool) or not isinstance(temperature, int | float):
+        if isinstance(temperature, bool) or not isinstance(temperature, Real):
             raise TypeError(f"cute.{function}: option `temperature` must be float, got {shown(temperature)}.")
-        if not 0 < temperature < inf:
+        if not 0 < (number := float(temperature)) < inf:
             problem = f"option `temperature` is {shown(temperature)}, expected a positive number."
             raise ValueError(f"cute.{function}: {problem}")
-        loss = self._losses(*head, ignore_index, reduction="none", logit_scale=1.0 / temperature)
+        loss = self._losses(*head, ignore_index, reduction="none", logit_scale=1.0 / number)
         return -loss, 0 * constant(self._xp, loss) + (head[2] != ignore_index)
 
     def _pairs(self, kind: str, c: Any, r: Any, options: tuple[float, float, float]) -> Any:

@@ -116,7 +116,7 @@ def test_positions_in_place_of_tables(adapter: Adapter, sections: tuple[int, ...
             owners[j] = k
     angles = np.stack([(at[k] if sections else at) * step for k, step in zip(owners, steps, strict=True)], -1)
     cos, sin = (f(angles).astype(np.float32) for f in (np.cos, np.sin))
-    options = {"base": 100.0, "rotary_dim": 12, "sections": sections, "mixed": mixed}
+    options = {"base": 100.0, "rotary_dim": 12, "sections": tuple(map(np.int64, sections)), "mixed": mixed}
 
     def ours(x: Any) -> Any:
         return adapter.ours.rope_from_positions(x, adapter.array(at), **options)
@@ -127,7 +127,7 @@ def test_positions_in_place_of_tables(adapter: Adapter, sections: tuple[int, ...
     ]
     for (found,), (expected,) in zip(*results, strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-3, atol=2e-3)  # an angle of 5000 in float32
-    packed = adapter.ours.rope_from_positions(adapter.array(x), adapter.array(at), heads=1, **options)
+    packed = adapter.ours.rope_from_positions(adapter.array(x), adapter.array(at), heads=np.int64(1), **options)
     np.testing.assert_array_equal(adapter.numpy(packed)[:, :, 1:], x[:, :, 1:])
 
 

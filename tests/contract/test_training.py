@@ -150,7 +150,7 @@ def test_log_probabilities(adapter: Adapter) -> None:
     tokens, kept = tokens_by_hand(*map(torch.from_numpy, (hidden, weight)), torch.from_numpy(target), 2.0)
     for average in (False, True):
         found = adapter.ours.linear_log_probs(
-            *adapter.arrays([hidden, weight, target]), average=average, temperature=2.0
+            *adapter.arrays([hidden, weight, target]), average=average, temperature=np.float32(2.0)
         )
         exact = tokens.sum(-1) / (kept.sum(-1) if average else 1)
         np.testing.assert_allclose(adapter.numpy(found), exact.numpy(), rtol=1e-5, atol=1e-5)
