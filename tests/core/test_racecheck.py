@@ -62,6 +62,22 @@ def test_calls_of_drawn_lengths(op: Op, tmp_path: Path) -> None:
 @pytest.mark.drawn(0.2)
 @pytest.mark.slow
 @products.emulated
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_experts_of_nan_and_of_equal_logits(dtype: str, tmp_path: Path) -> None:
+    """NaN is above infinity; of equal logits the first one counts. Those of few vectors are sorted."""
+    rng = np.random.default_rng(3)
+    case = Case("", {"m": (3,), "n": 64, "t": 4}, attrs={"k": 4, "normalize": True})
+    x = np.round(testing.inputs(ours()["routed_rows"], case, dtype)["logits"])
+    x[0, rng.integers(0, 64, 3)], x[0, rng.integers(0, 64, 2)], x[1] = -np.nan, np.inf, -np.inf
+    call = Call(ours()["routed_rows"], {"logits": x}, {"logits": Memory(compact(x.shape))}, case.attrs, "", dict)
+    assert dict(device.planned(call)[1].variant.config)["form"] == "vectors"
+    numbers = np.where(np.isnan(x), np.inf, np.minimum(x.astype(np.float64), 1e300))
+    np.testing.assert_array_equal(device.run(call, tmp_path)[1], np.argsort(-numbers, -1, kind="stable")[:, :4])
+
+
+@pytest.mark.drawn(0.2)
+@pytest.mark.slow
+@products.emulated
 @pytest.mark.parametrize(
     ("name", "left_out", "hazard"),
     [

@@ -55,6 +55,9 @@ FLOATS: dict[str, Callable[..., np.ndarray]] = {
 }  # fmt: skip
 
 
+# Of min and max that are NaN where an operand is; and the one NaN that results of 16 bits have.
+OR_NAN = {"max": np.maximum, "min": np.minimum}
+NAN_OF_HALF = 0x7FFF
 UNWRITTEN = "0xA5A5A5A5"
 
 
@@ -122,13 +125,15 @@ def function_of(*op: str) -> Callable[..., np.ndarray]:
     elif kind in HALVES and op[0] != "cvt" and op[0] in ("setp", *FLOATS):
         half, width = HALVES[kind], 2 if kind.endswith("x2") else 1
         apply = COMPARE[op[1]] if op[0] == "setp" else FLOATS[op[0]]
-        apply = {"max": np.maximum, "min": np.minimum}[op[0]] if "NaN" in op else apply
+        apply = OR_NAN[op[0]] if "NaN" in op else apply
 
         def function(*given: np.ndarray) -> np.ndarray:
             values = [bits.astype(f"u{2 * width}")[:, None].view(half).astype(np.float64) for bits in given]
             if op[0] == "setp":
                 return apply(*values)[:, 0].astype(np.int64)
-            return apply(*values).astype(half).view(f"u{2 * width}")[:, 0].astype(np.int64)
+            found = apply(*values).astype(half)
+            found = np.where(np.isnan(found), np.uint16(NAN_OF_HALF), found.view(np.uint16))
+            return found.view(f"u{2 * width}")[:, 0].astype(np.int64)
 
     elif op[0] == "cvt" and op[-2] == "f32" and kind != "f32":
 
@@ -152,7 +157,8 @@ def function_of(*op: str) -> Callable[..., np.ndarray]:
             values = [floats(bits).astype(np.float64) for bits in given]
             if op[0] == "setp":
                 return COMPARE[op[1]](*values).astype(np.int64)
-            exact = np.floor(*values) if "rmi" in op else np.rint(*values) if "rni" in op else FLOATS[op[0]](*values)
+            apply = np.floor if "rmi" in op else np.rint if "rni" in op else FLOATS[op[0]]
+            exact = (OR_NAN[op[0]] if "NaN" in op else apply)(*values)
             found = exact.astype(np.float32)
             if "rm" in op:  # rounded down
                 found = np.where(found > exact, np.nextafter(found, np.float32(-np.inf)), found)
