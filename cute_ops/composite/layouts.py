@@ -169,16 +169,23 @@ def _problem(x: Sequence[Any], positions: Sequence[Any], options: tuple[Any, ...
     size = rotary_dim or x[-1]
     if size % 2 or rotary_dim < 0:
         return f"option `rotary_dim` is {size}, expected an even number."
-    if not base > 0:
-        return f"option `base` is {shown(base)}, expected a positive number."
-    if isinstance(heads, bool) or not isinstance(heads, Integral) or heads < 0:
-        return f"option `heads` is {shown(heads)}, expected how many heads are rotated, or 0."
-    if sections and (not all(isinstance(each, Integral) for each in sections) or sum(sections) != size // 2):
-        return f"option `sections` is {shown(sections)}, expected a sum of r={size // 2}."
+    if problem := _wrong_number(base, heads, sections, size // 2):
+        return problem
     if problem := _misplaced(x[:-2], positions, len(sections)):
         return f"argument `positions` {problem}"
     if frequencies is not None and [*frequencies.shape] != [size // 2]:
         return f"argument `frequencies` has the shape {[*frequencies.shape]}, expected [{size // 2}]."
+    return ""
+
+
+def _wrong_number(base: Any, heads: Any, sections: tuple[Any, ...], r: int) -> str:
+    """The problem with these options of a head of r angles; empty if nothing is."""
+    if isinstance(base, int | float) and not base > 0:  # under jit it may be no number yet
+        return f"option `base` is {shown(base)}, expected a positive number."
+    if isinstance(heads, bool) or not isinstance(heads, Integral) or heads < 0:
+        return f"option `heads` is {shown(heads)}, expected how many heads are rotated, or 0."
+    if sections and (not all(isinstance(each, Integral) for each in sections) or sum(sections) != r):
+        return f"option `sections` is {shown(sections)}, expected a sum of r={r}."
     return ""
 
 

@@ -141,13 +141,14 @@ def test_positions_in_place_of_tables(adapter: Adapter, sections: tuple[int, ...
         ({"sections": (2.0, 2.0)}, "option `sections` is .*, expected a sum of r=4"),
         ({"sections": (1, 3)},
          r"argument `positions` has the shape \[2, 4\], expected the last ones of \*m=\(2, 5\), or 1"),
+        ({"sections": (4, 0)}, r"argument `positions` has the shape \[2, 1, 2, 5\], expected the last ones of"),
         ({"heads": -1}, "option `heads` is -1, expected how many heads are rotated, or 0"),
         ({"base": 0.0}, "option `base` is 0.0, expected a positive number"),
         ({"frequencies": np.ones(3, np.float32)}, r"argument `frequencies` has the shape \[3\], expected \[4\]"),
     ],
 )  # fmt: skip
 def test_what_positions_refuse(adapter: Adapter, options: dict[str, Any], text: str) -> None:
-    shape = (2, 4) if options.get("sections") == (1, 3) else (2, 5)
+    shape = {(1, 3): (2, 4), (4, 0): (2, 1, 2, 5)}.get(options.get("sections", ()), (2, 5))
     x, at = adapter.array(np.ones((2, 5, 3, 8), np.float32)), adapter.array(np.zeros(shape, np.int32))
     options = {name: adapter.array(v) if isinstance(v, np.ndarray) else v for name, v in options.items()}
     with pytest.raises(ValueError, match=text):
