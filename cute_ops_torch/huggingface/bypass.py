@@ -128,6 +128,8 @@ def _say(name: str, given: str) -> None:
 def _described(x: torch.Tensor) -> str:
     kind = "" if type(x) in EXACT else f" ({type(x).__name__})"
     dtype = str(x.dtype).removeprefix("torch.")
+    if x.is_nested:  # it may have neither sizes nor strides
+        return f"a nested tensor of {dtype}"
     return f"{dtype}{list(x.shape)}{kind} of stride {x.stride()[-1:]} on {x.device.type}"
 
 

@@ -44,7 +44,7 @@ def _layernorm(self: nn.LayerNorm, input: torch.Tensor) -> Any:
     if torch.is_autocast_enabled(input.device.type):
         return NotImplemented  # the original's output is float32 under autocast
     weight, bias = self.weight, self.bias
-    if input.ndim and input.stride(-1) != 1:  # of a convolution (Whisper); torch's function copies it, too
+    if input.ndim and not input.is_nested and input.stride(-1) != 1:  # of a convolution; torch copies it, too
         input = input.contiguous()
     if len(self.normalized_shape) != 1 or not takes(input, weight, bias):
         return declined(self, input, weight, bias)

@@ -351,6 +351,16 @@ def test_a_patched_model_compiles_without_a_break() -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("make", [lambda: nn.LayerNorm(8), nn.GELU])
+def test_nested_tensors_are_left_to_torch(make: Any) -> None:
+    model, nested = nn.Sequential(make()), torch.nested.nested_tensor([torch.ones(3, 8), torch.ones(5, 8)])
+    want = model(nested)
+    cute_ops_torch.patch(model)
+    for found, expected in zip(model(nested).unbind(), want.unbind(), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
 def test_unknown_models_are_refused() -> None:
     class LlamaRMSNorm(nn.Module):  # the name alone does not match
         def forward(self, x: torch.Tensor) -> torch.Tensor:
