@@ -362,15 +362,16 @@ def _make_room(where: Path, size: int) -> int:
     """
     now = time.time()
     found = []
-    for path in file_lock.listed(where, "cute_"):
-        if path.suffix != ".so":
-            continue
-        try:
-            status = path.stat()
-        except FileNotFoundError:
-            continue  # another process deleted it
-        # A time in the future means that the clock was set back: such a file counts as the oldest.
-        found.append((status.st_mtime if status.st_mtime < now + 60 else 0.0, status.st_size, path))
+    with os.scandir(where) as files:
+        for each in files:
+            if not each.name.startswith("cute_") or not each.name.endswith(".so"):
+                continue
+            try:
+                status = each.stat()
+            except FileNotFoundError:
+                continue  # another process deleted it
+            # A time in the future means that the clock was set back: such a file counts as the oldest.
+            found.append((status.st_mtime if status.st_mtime < now + 60 else 0.0, status.st_size, Path(each.path)))
     total = size + sum(other for _, other, _ in found)
     if total <= MAX_BYTES:
         return total

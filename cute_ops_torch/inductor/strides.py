@@ -2,7 +2,8 @@
 
 An op of ours writes its results row by row. Where the program had other strides, what reads them has others, too:
 views, and what torch computes in the layout of its inputs (sums, activations, convolutions, group norms), and so on.
-Parts that are replaced later must see tensors as they will lie, and the program must not get them.
+Parts that are replaced later must see tensors as they will lie, and the program must get them as they lay: what it
+returns is copied, which Inductor does where it computes it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, Node
 
 from cute_ops_torch.inductor.effects import example, has_effects, name_of, storage_of, written_by
+from cute_ops_torch.inductor.emit import Emitter
+
+_GIVEN = ("placeholder", "get_attr")
 
 
 def lie_alike(made: torch.Tensor, was: torch.Tensor) -> bool:
@@ -34,8 +38,8 @@ def text_of(size: Any) -> str:
 def relaid(graph: Graph, instead: Mapping[Node, Any]) -> dict[Node, Any] | None:
     """The values of all nodes that lie otherwise once some nodes hold other values; None where that may not be.
 
-    The program must not return one of them, views of them must exist, and none may share memory that is written to with
-    another one where it was a copy.
+    Views of them must exist, and none may share memory that is written to with another one where it was a copy. What
+    the program returns must be no view of what it is given or returns besides.
     """
     order, found, waiting = {node: i for i, node in enumerate(graph.nodes)}, dict[Node, Any](), list[tuple[int, Node]]()
 
@@ -49,8 +53,14 @@ def relaid(graph: Graph, instead: Mapping[Node, Any]) -> dict[Node, Any] | None:
         node = heappop(waiting)[1]
         if node in instead:
             continue
+        if node.op == "output":
+            if any(
+                each in instead or (each in found and not _has_own_rows(each, node)) for each in node.all_input_nodes
+            ):
+                return None
+            continue
         values = {**instead, **found}
-        made = None if node.op == "output" or name_of(node.target) == "as_strided" else _run(node, values)
+        made = None if name_of(node.target) == "as_strided" else _run(node, values)
         if made is None or _shares_what_is_written(graph, node, made, values):
             if _is_needed(node, instead):
                 return None
@@ -61,9 +71,43 @@ def relaid(graph: Graph, instead: Mapping[Node, Any]) -> dict[Node, Any] | None:
 
 
 def relay(values: Mapping[Node, Any]) -> None:
-    """Let nodes hold other values."""
+    """Let nodes hold other values, and the program return what lies as before."""
     for node, value in values.items():
+        was = example(node)
         node.meta["val" if "val" in node.meta else "example_value"] = value
+        for output in [user for user in node.users if user.op == "output"]:
+            output.replace_input_with(node, _laid_out_again(node, was, output))
+
+
+def _has_own_rows(node: Node, output: Node) -> bool:
+    """Whether a result of Dynamo's graph is an array, its dims in some order, that shares its memory with no argument
+    and no other result.
+    """
+    was = example(node)
+    if "example_value" not in node.meta or type(was) is not FakeTensor or not (memory := storage_of(was)):
+        return False
+    results = set(output.all_input_nodes)
+    others = (each for each in node.graph.nodes if each is not node and (each.op in _GIVEN or each in results))
+    return _order_of(was) is not None and all(storage_of(example(each)) != memory for each in others)
+
+
+def _order_of(was: FakeTensor) -> tuple[int, ...] | None:
+    """The order of a tensor's dims in which it is laid out row by row; None where there is none."""
+    try:
+        with _without_trace(was.fake_mode.shape_env), was.fake_mode:
+            order = tuple(sorted(range(was.ndim), key=was.stride, reverse=True))
+            return order if was.permute(order).is_contiguous() else None
+    except Exception:  # sizes that depend on data cannot be compared
+        return None
+
+
+def _laid_out_again(node: Node, was: FakeTensor, output: Node) -> Node:
+    """A copy of a node's value that lies as another one."""
+    order = _order_of(was)
+    assert order is not None, node
+    emit = Emitter(node.graph, output, lambda _: None)
+    rows = emit.function(torch.clone, emit.method("permute", node, order), memory_format=torch.contiguous_format)
+    return emit.method("permute", rows, tuple(order.index(dim) for dim in range(len(order))))
 
 
 def _alike(made: Any, was: Any) -> bool:

@@ -220,9 +220,10 @@ def test_every_op_and_gradient_in_inductor(op: Op, make_inputs: Callable[..., An
             leaves = [t for group in groups for t in group if t.requires_grad]
             both = [compiled(groups), step(groups)]
             torch.testing.assert_close(*both, rtol=1e-5, atol=1e-5)
-            torch.testing.assert_close(
-                *[torch.autograd.grad(sum(o.sin().sum() for o in outs), leaves) for outs in both], rtol=1e-4, atol=1e-4
-            )
+            losses = [sum(o.sin().sum() for o in outs) for outs in both]
+            # A norm that nobody reads has none.
+            grads = [torch.autograd.grad(loss, leaves, materialize_grads=True) for loss in losses]
+            torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow

@@ -210,7 +210,7 @@ def test_modulated_norms_of_rows_that_lie_across() -> None:
     """A convolution's result has its places beside each other; what the model returns keeps these strides."""
     x, condition = torch.randn(2, 32, 5).transpose(1, 2), torch.randn(2, 32)
     compare(DiT(), lambda run: run(x, condition).cos().sum(), through_autograd, fullgraph=True)
-    assert inductor.replaced == {"fused": 2, "mlp": 1}
+    assert inductor.replaced == {"fused": 3, "mlp": 1}
 
 
 @pytest.mark.slow

@@ -38,12 +38,13 @@ def made(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def compare(function: Callable[..., Any], *given: Any, found: dict[str, int], backend: Any = through_autograd) -> None:
-    """Results and gradients of the compiled function are those of the function."""
-    every = []
+    """Results, which lie as they did, and gradients of the compiled function are those of the function."""
+    every, strides = [], []
     for run in (function, torch.compile(function, backend=backend, fullgraph=True)):
         leaves = [t.detach().clone().requires_grad_(t.requires_grad) if torch.is_tensor(t) else t for t in given]
         outs = run(*leaves)
         outs = outs if isinstance(outs, tuple) else (outs,)
+        strides.append([[s for s, n in zip(out.stride(), out.shape, strict=True) if n != 1] for out in outs])
         loss = sum((out.float() * (0.5 + i + out.detach().float().cos())).sum() for i, out in enumerate(outs))
         loss.backward()  # type: ignore[union-attr]
         every.append(
@@ -53,6 +54,7 @@ def compare(function: Callable[..., Any], *given: Any, found: dict[str, int], ba
         assert (got.dtype, got.shape) == (want.dtype, want.shape)
         bound = (3e-5 if want.dtype == torch.float32 else 4e-2) * max(want.abs().max().item(), 1e-2)
         assert (got.double() - want.double()).abs().max().item() <= bound
+    assert strides[1] == strides[0]
     assert dict(inductor.replaced) == found
 
 
@@ -898,6 +900,18 @@ def test_results_whose_layout_spreads(written: bool) -> None:
     found = {"rmsnorm": 1} if written else {"fused": 1, "rmsnorm": 1}
     given = made(B, 8, S, seed=0), made(B, S, 8, seed=1), made(S, seed=2), made(8, seed=3)
     compare(function, *given, found=found)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_programs_return_what_lies_as_before(shared: bool) -> None:
+    """Copies of what is computed of our rows; not where two results are one array, of which one would be copied."""
+
+    def function(x: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        sine = (total := x.mT + r).sin()
+        return F.layer_norm(total, (8,), w), sine, sine[:1] if shared else sine[:1] * 2
+
+    given = made(B, 8, S, seed=0), made(B, S, 8, seed=1), made(8, seed=3)
+    compare(function, *given, found={} if shared else {"fused": 1})
 
 
 def test_results_whose_layout_spreads_to_sizes_that_depend_on_data() -> None:
