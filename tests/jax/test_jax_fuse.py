@@ -270,6 +270,7 @@ def test_slices_by_integers_of_numpy() -> None:
     same(jax.grad(lambda x: cute_ops_jax.fuse(each)(x).sum())(X), jax.grad(lambda x: each(x).sum())(X))
 
 
+@pytest.mark.slow
 def test_a_policy_that_saves_some_of_like_layers() -> None:
     """The op of a layer whose name it does not know keeps nothing."""
     name, args = jax.ad_checkpoint.checkpoint_name, (X, draw(N, 48), draw(48, N))

@@ -408,6 +408,7 @@ def _written(logits: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
     return loss, lse, doubled, right
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("metrics", [_accuracy, _z_loss, _of_shifted_rows, _written])
 def test_metrics_beside_a_loss_need_no_logits(metrics: Callable[..., Any]) -> None:
     ignored = 0 if metrics is _of_shifted_rows else -100

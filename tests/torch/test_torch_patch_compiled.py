@@ -195,6 +195,7 @@ def test_a_graph_of_all_lengths() -> None:
         torch.testing.assert_close(compiled(**given).loss, model(**given).loss, rtol=2e-2, atol=0)
 
 
+@pytest.mark.slow
 def test_a_graph_holds_as_many_logits_as_eager_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of the head's rows are larger behind gated MLPs, which leave memory to them in both: not those with an
     adapter, which may have no weight of their own.

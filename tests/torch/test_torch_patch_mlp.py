@@ -162,6 +162,7 @@ def test_a_changed_layer_of_bert_runs_by_itself(change: Callable[[Any], None], r
     assert ran == ["gelu"] * 2  # the other layer
 
 
+@pytest.mark.slow
 def test_autocast_and_compiled(ran: list[str]) -> None:
     family = FAMILIES[2]
     plain, patched = family.make().eval(), family.make().eval()

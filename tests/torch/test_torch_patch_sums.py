@@ -348,7 +348,7 @@ class ChosenTwice(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_norms_that_a_flag_leaves_out_have_no_gradients(compiled: bool) -> None:
     """Not zeros, which an optimizer with weight decay would take for gradients."""
     plain = ChosenTwice(16)
