@@ -24,7 +24,7 @@ from cute_ops_torch.inductor.dynamo import DynamoFront, Holder, sweep
 from cute_ops_torch.inductor.effects import example, storage_of
 from cute_ops_torch.inductor.emit import Call, Emitter, Refused
 from cute_ops_torch.inductor.fx import hint
-from cute_ops_torch.inductor.strides import lie_alike, relaid, relay, text_of
+from cute_ops_torch.inductor.strides import lie_alike, relaid, relay, same_sizes
 
 
 class Choosing(Protocol):
@@ -329,11 +329,6 @@ def _differs(new: Node, old: Node) -> str:
     for what in ("dtype", "device"):
         if getattr(made, what) != getattr(was, what):
             return f"its result has the {what} {getattr(was, what)}, not {getattr(made, what)}"
-    if not _same(made.shape, was.shape):
+    if not same_sizes(made.shape, was.shape):
         return f"its result has the shape {tuple(was.shape)}, not {tuple(made.shape)}"
     return ""
-
-
-def _same(a: Any, b: Any) -> bool:
-    """Whether sizes are the same numbers or the same symbols; nothing is guarded."""
-    return [text_of(each) for each in a] == [text_of(each) for each in b]

@@ -1,14 +1,14 @@
-"""What a graph's nodes hold where a new tensor has other strides than the one whose place it takes.
+"""Strides of a graph's values after a new tensor takes the place of one with other strides.
 
-An op of ours writes its results row by row. Where the program had other strides, what reads them has others, too:
-views, and what torch computes in the layout of its inputs (sums, activations, convolutions, group norms), and so on.
-Parts that are replaced later must see tensors as they will lie, and the program must get them as they lay: what it
-returns is copied, which Inductor does where it computes it.
+An op of ours writes its results row by row. If the program had other strides, the nodes that read a result change
+theirs, too: views, and functions that torch computes in the layout of their inputs (sums, activations, convolutions,
+group norms), and so on. Parts that are replaced later must see the new strides. The program must return the old ones:
+its outputs are copied into them, by Inductor in the kernel that computes the output.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from heapq import heappop, heappush
 from typing import Any
@@ -27,16 +27,21 @@ _GIVEN = ("placeholder", "get_attr")
 def lie_alike(made: torch.Tensor, was: torch.Tensor) -> bool:
     """Whether two tensors of one shape have the same strides."""
     strides = zip(made.stride(), was.stride(), was.shape, strict=True)
-    return all(text_of(a) == text_of(b) for a, b, size in strides if not (isinstance(size, int) and size == 1))
+    return all(_text_of(a) == _text_of(b) for a, b, size in strides if not (isinstance(size, int) and size == 1))
 
 
-def text_of(size: Any) -> str:
+def _text_of(size: Any) -> str:
     """A size as a number or a symbol: to compare texts guards nothing."""
     return str(size.node.expr) if isinstance(size, torch.SymInt) else str(size)
 
 
+def same_sizes(a: Iterable[Any], b: Iterable[Any]) -> bool:
+    """Whether sizes are the same numbers or the same symbols; nothing is guarded."""
+    return [*map(_text_of, a)] == [*map(_text_of, b)]
+
+
 def relaid(graph: Graph, instead: Mapping[Node, Any]) -> dict[Node, Any] | None:
-    """The values of all nodes that lie otherwise once some nodes hold other values; None where that may not be.
+    """The new values of all nodes whose strides change once some nodes hold other values; None if they may not change.
 
     Views of them must exist, and none may share memory that is written to with another one where it was a copy. What
     the program returns must be no view of what it is given or returns besides.
@@ -55,7 +60,7 @@ def relaid(graph: Graph, instead: Mapping[Node, Any]) -> dict[Node, Any] | None:
             continue
         if node.op == "output":
             if any(
-                each in instead or (each in found and not _has_own_rows(each, node)) for each in node.all_input_nodes
+                each in instead or (each in found and not _can_be_copied(each, node)) for each in node.all_input_nodes
             ):
                 return None
             continue
@@ -71,17 +76,17 @@ def relaid(graph: Graph, instead: Mapping[Node, Any]) -> dict[Node, Any] | None:
 
 
 def relay(values: Mapping[Node, Any]) -> None:
-    """Let nodes hold other values, and the program return what lies as before."""
+    """Give nodes new values, and copy those that the program returns into their old strides."""
     for node, value in values.items():
         was = example(node)
         node.meta["val" if "val" in node.meta else "example_value"] = value
         for output in [user for user in node.users if user.op == "output"]:
-            output.replace_input_with(node, _laid_out_again(node, was, output))
+            output.replace_input_with(node, _copied(node, was, output))
 
 
-def _has_own_rows(node: Node, output: Node) -> bool:
-    """Whether a result of Dynamo's graph is an array, its dims in some order, that shares its memory with no argument
-    and no other result.
+def _can_be_copied(node: Node, output: Node) -> bool:
+    """Whether the program cannot tell a copy of its result from the result: it is a dense array of Dynamo's graph, its
+    dims in some order, that shares its memory with no argument and no other result.
     """
     was = example(node)
     if "example_value" not in node.meta or type(was) is not FakeTensor or not (memory := storage_of(was)):
@@ -101,8 +106,8 @@ def _order_of(was: FakeTensor) -> tuple[int, ...] | None:
         return None
 
 
-def _laid_out_again(node: Node, was: FakeTensor, output: Node) -> Node:
-    """A copy of a node's value that lies as another one."""
+def _copied(node: Node, was: FakeTensor, output: Node) -> Node:
+    """A node that copies the value of another one into the strides of ``was``."""
     order = _order_of(was)
     assert order is not None, node
     emit = Emitter(node.graph, output, lambda _: None)
@@ -119,7 +124,7 @@ def _alike(made: Any, was: Any) -> bool:
 
 
 def _run(node: Node, values: Mapping[Node, Any]) -> Any:
-    """What a node computes of other values; None where it does not take them."""
+    """The result of a node's function for other values of its inputs; None if it does not take them."""
     was = example(node)
     run = getattr(torch.Tensor, str(node.target), None) if node.op == "call_method" else node.target
     if not callable(run) or was is None or isinstance(run, torch._ops.HigherOrderOperator):
@@ -153,12 +158,12 @@ def _has_sizes(made: Any, was: Any) -> bool:
     if isinstance(made, (tuple, list)):
         return len(made) == len(was) and all(map(_has_sizes, made, was))
     if isinstance(made, torch.Tensor):
-        return isinstance(was, torch.Tensor) and [*map(text_of, made.shape)] == [*map(text_of, was.shape)]
+        return isinstance(was, torch.Tensor) and same_sizes(made.shape, was.shape)
     return (made is None) == (was is None)
 
 
 def _run_in_one_dtype(run: Any, args: Any, kwargs: Any, was: Any) -> Any:
-    """What autocast lets a function compute."""
+    """The result of a function whose operands autocast would have cast to the dtype of ``was``; None if it raises."""
     if not isinstance(was, torch.Tensor) or not was.is_floating_point():
         return None
 
