@@ -320,9 +320,8 @@ def _rates(group: dict[str, Any], device: torch.device) -> tuple[Tensor, Tensor]
     if isinstance(lr, Tensor):
         rate = lr.to(device, torch.float32)
         return 1 - rate * decay, rate
-    keep, rate = torch.linspace(
-        1 - float(lr) * decay, float(lr), 2, dtype=torch.float32, device=device
-    ).unbind()  # by one launch
+    ends = 1 - float(lr) * decay, float(lr)
+    keep, rate = torch.linspace(*ends, 2, dtype=torch.float32, device=device).unbind()  # one launch fills in both
     return keep, rate
 
 
