@@ -61,7 +61,7 @@ def by_hand(torch: Any, x: Any, k: int, normalize: bool) -> tuple[Any, Any, Any]
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize(("dtype", "k"), [("float32", 3), ("bfloat16", 3), ("float32", 17)])
 def test_routes(adapter: Adapter, dtype: str, k: int, normalize: bool) -> None:
-    """Of few experts of a token by one kernel, of more by others."""
+    """One kernel routes a token to few experts, several kernels to more."""
     torch = pytest.importorskip("torch")
     rng = np.random.default_rng(4)
     x = rng.permuted(np.linspace(-3, 3, 33 * (k + 5)).reshape(33, -1), axis=None).astype(numpy_dtype(dtype))

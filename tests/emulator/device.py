@@ -1,7 +1,8 @@
 """A device on which a call of an op runs as compiled, host code and kernels, watched as compute-sanitizer does it.
 
-racecheck: accesses of threads, clusters and kernels that nothing puts in order. initcheck: what nobody has written is
-read, or an output is left out. memcheck: accesses outside of a tensor's own memory, or stores between its elements.
+racecheck finds accesses of threads, clusters and kernels that nothing puts in order; initcheck finds loads of memory
+that nobody has written, and outputs that are left out; memcheck finds accesses outside of a tensor's own memory, and
+stores between its elements.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def planned(call: Call, arch: str = FEW_SMS) -> tuple[dict[str, Array], Plan]:
 
 @cache
 def compiled(variant: Variant, folder: Path) -> HostCode:
-    """Once for calls of one folder."""
+    """The host code of a variant, compiled once for all calls of one folder."""
     return HostCode(variant, folder)
 
 
@@ -172,11 +173,8 @@ class Cluster(ptx_sm90.Cluster):
         self.waited = np.full(warps * LANES, not launch.early)
 
     def special(self, rank: int) -> dict[str, int]:
-        found, at, inside = (
-            {"%cluster_ctarank": rank, "%cluster_nctarank": math.prod(self.launch.cluster)},
-            self.index,
-            rank,
-        )
+        found = {"%cluster_ctarank": rank, "%cluster_nctarank": math.prod(self.launch.cluster)}
+        at, inside = self.index, rank
         for axis, size, part in zip("xyz", self.launch.grid, self.launch.cluster, strict=True):
             (at, cluster), (inside, place) = divmod(at, size // part), divmod(inside, part)
             found |= {
@@ -221,7 +219,7 @@ class Map:
         return ptx_sm90.Map(np.empty(0, self.dtype), self.rows, self.columns, set()).places(start)
 
     def _bytes(self, at: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Where a part's bytes are, rows of them, and which are inside."""
+        """The places of a part's bytes, in rows, and whether each is inside."""
         address, inside = np.full(1, self.start, np.int64), np.ones(1, bool)
         for d in reversed(range(len(self.box))):
             index = (at[d] if d < len(at) else 0) + np.arange(self.box[d])
@@ -247,6 +245,6 @@ class Map:
         memory[places[inside]] = new
 
     def _watched(self, warp: ptx_sm90.Warp, places: np.ndarray, access: ptx_sm90.Access) -> None:
-        """What TMA accesses is seen as an access by the warp's first thread."""
+        """Report accesses by TMA as ones of the warp's first thread."""
         if places.size:
             warp.watched(places.reshape(1, -1), warp.threads == 0, access)

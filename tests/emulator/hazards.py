@@ -1,4 +1,4 @@
-"""racecheck and initcheck of an emulated cluster: accesses that nothing puts in order, reads of what nobody wrote.
+"""racecheck and initcheck of an emulated cluster: unordered accesses, and loads of memory that nobody has written.
 
 Every thread has a vector clock: how much it knows to have been done by each thread, and by what goes on beside threads:
 copies by cp.async, bulk stores, products of WGMMA, what TMA brings to an mbarrier. An access is stamped with an entry
@@ -29,14 +29,14 @@ def atomic(stamps: np.ndarray) -> np.ndarray:
 
 
 class Unwatched:
-    """In the place of :class:`Clocks` where nobody asks for them."""
+    """Takes the calls of :class:`Clocks` and does nothing, for kernels that are not watched."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *_: None
 
 
 class Traces:
-    """Of each byte the stamp of the last store, and of each warp's last load of it, by threads and by copies."""
+    """Stamps of the last store to each byte, and of each warp's last load of it, by threads and by copies."""
 
     def __init__(self, name: str, size: int, warps: int, written: np.ndarray | None = None) -> None:
         self.name, self.written = name, np.ones(size, bool) if written is None else written  # before
@@ -76,7 +76,7 @@ class Clocks:
         self.known[threads, threads] += 1
 
     def shuffle(self, threads: np.ndarray) -> None:
-        """What a warp has loaded has arrived before its lanes exchange numbers, so its other lanes may store there."""
+        """Let other lanes store to places that a warp has loaded: loads arrive before lanes exchange numbers."""
         self.shuffled[threads] = self.known[threads, threads]
         self.known[threads, threads] += 1
 
@@ -103,7 +103,7 @@ class Clocks:
         """Stamps of copies that are begun now."""
         return (np.asarray(entry, np.int64) << BITS) + count
 
-    # Threads have waited for so many groups.
+    # Threads have waited for this many groups.
 
     def copies_ended(self, threads: np.ndarray, count: int) -> None:
         self.known[threads, self.copies + threads] = count
@@ -189,7 +189,7 @@ class Clocks:
         return f"{name} {entry - first}"
 
     def stamps(self, threads: np.ndarray) -> np.ndarray:
-        """Of what these threads do now."""
+        """Stamps of accesses that these threads make now."""
         return self.started(threads, self.known[threads, threads])
 
     def reach(self, cta: int, threads: np.ndarray) -> None:

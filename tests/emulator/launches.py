@@ -1,4 +1,4 @@
-"""What compiled host code launches: it runs as it is, beside a CUDA runtime that writes down what it is asked for."""
+"""Kernel launches of compiled host code, which runs as it is, beside a CUDA runtime that notes the launches."""
 
 from __future__ import annotations
 
@@ -39,10 +39,8 @@ int cuda_dialect_init_library_once(void **library, int (*init)(void **), int (*l
 }
 int cuda_dialect_unload_library_once(void) { return 0; }
 """
-CLUSTER, EARLY = (
-    4,
-    6,
-)  # attributes of a launch: the shape of clusters, whether it may start before the previous one ends
+# Attributes of a launch: the shape of clusters, and whether the kernel may start before the previous one ends.
+CLUSTER, EARLY = 4, 6
 Launching = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p, ctypes.POINTER(ctypes.c_void_p))
 
 
@@ -83,7 +81,7 @@ class HostCode:
         self._launch = ctypes.c_void_p.in_dll(ctypes.CDLL(own[0]), "launch")
 
     def launches(self, tensors: Sequence[tuple[int, Sequence[int], Sequence[int]] | int]) -> list[Launch]:
-        """What a call launches, with the present tensors as address, shape and strides, or numbers."""
+        """The launches of a call, whose present tensors are given as address, shape and strides, or numbers."""
         found: list[Launch] = []
 
         def launch(config: int, name: bytes, arguments: Any) -> int:

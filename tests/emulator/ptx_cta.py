@@ -346,8 +346,8 @@ class Cta:
                     block[places] = self.read(name)[here].astype(f"u{size}")[:, None].view(np.uint8)
 
     def vote(self, op: tuple[str, ...], operands: list[list[str]], now: np.ndarray) -> None:
-        """What the lanes of a warp say of a predicate: a bit of each, or whether it is true of all. Where some have
-        gone another way, the others wait for them for ever.
+        """A warp's vote on a predicate: a bit of each lane, or whether it is true of all. If some lanes have gone
+        another way, the others wait for them for ever.
         """
         here = now.reshape(-1, LANES)
         if (here.any(axis=1) != here.all(axis=1)).any():

@@ -303,7 +303,7 @@ class Warp(ptx_cta.Cta):
             clocks.wait("cluster", threads)
 
     def order(self, op: tuple[str, ...], operands: list[list[str]], now: np.ndarray) -> None:
-        """What an instruction says of the order of accesses, and nothing else."""
+        """Pass an instruction's order of accesses on to the clocks, and nothing else."""
         threads, clocks = self.numbers[now], self.cta.cluster.clocks
         if op[0] == "bar":
             mask = self.one(operands[0], now)

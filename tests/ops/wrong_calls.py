@@ -82,7 +82,7 @@ def complaints(
     module: Any, make: Callable[[np.ndarray], Any], arrays: Sequence[Any], count: int, rng: np.random.Generator,
     every: int = 1,
 ) -> list[str]:  # fmt: skip
-    """What is wrong with the errors of so many calls of each function of an adapter, which makes arrays by ``make``, or
+    """The faults of the errors of so many calls of each function of an adapter, which makes arrays by ``make``, or
     of one of ``every`` so many functions; ``arrays`` are wrong for most arguments.
     """
     found = []

@@ -75,7 +75,7 @@ def test_logits_are_kept_where_they_are_asked_for(family: str) -> None:
 
 
 def test_tuples_have_logits_in_training() -> None:
-    """Where they have no place, what follows them is taken for them."""
+    """A program that unpacks a tuple without logits takes the next output for the logits."""
     model = make("gemma2").train()
     want = model(input_ids=TOKENS, labels=TOKENS, return_dict=False)
     cute_ops_torch.patch(model)

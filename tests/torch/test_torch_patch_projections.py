@@ -117,7 +117,7 @@ def test_names_that_a_forward_assigns_again_are_not_trusted() -> None:
 
 
 def test_a_graph_copies_no_sum_of_products() -> None:
-    """Where the gradient of an input is a sum of products, a graph adds each to the one before in place."""
+    """If an input's gradient is a sum of products, a graph adds each product in place."""
     from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
 
