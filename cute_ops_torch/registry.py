@@ -94,7 +94,7 @@ def _check(op: Op, namespace: str) -> None:
 
 
 def _origin(op: Op) -> tuple[str, Any, Any]:
-    """Where a declaration comes from: a module's name and what changes when that runs again, itself or its spec."""
+    """A declaration's module: its name, the module and its spec, one of which changes when the module runs again."""
     name = getattr(op.reference, "__module__", "")
     module = sys.modules.get(name)
     return name, module, getattr(module, "__spec__", None)

@@ -110,7 +110,7 @@ class Memory:
         return start, step
 
     def _index(self, address, offsets, kind):
-        """Where active threads' elements are, (elements, threads); one column where all have one address."""
+        """Indices of active threads' elements, (elements, threads); one column if all threads have one address."""
         address = np.asarray(address).view(np.ndarray)
         if now.active < now.count:
             address = np.broadcast_to(address, now.count)[now.mask]
@@ -296,7 +296,7 @@ class Threads(NamedTuple):
 
 
 def part(tile, start, shape, stride):
-    """What lies so many elements past the first one."""
+    """A tile that begins ``start`` elements past the beginning of another."""
     if isinstance(tile, Tensor):
         return Tensor(tile.iterator + start, Layout(shape, stride))
     found = Identity(shape, stride)
@@ -340,7 +340,7 @@ def commit_group():
 
 
 def wait_group(pending):
-    """What these threads have copied, but for the last groups, arrives."""
+    """Complete the copies of the active threads, except those of the last ``pending`` groups."""
     if not now.order:
         return
     for group, mask, target, values in now.copies:
@@ -394,7 +394,7 @@ def shuffle(value, lane):
 
 
 def shuffled(value, source):
-    """What other threads of the warp hold."""
+    """Each thread's value from another thread of its warp."""
     if now.active < now.count and (now.mask != now.mask[now.every - now.lane]).any():
         raise RuntimeError("a warp exchanges numbers while some of its threads are elsewhere")
     told("shuffle")
@@ -616,7 +616,7 @@ def each(number):
 
 
 def told(what, pointer=None, *numbers):
-    """What threads in lock step need not do, where it is watched: an :class:`Order`'s method gets to know."""
+    """Report to the :class:`Order`, if there is one, an action that threads in lock step need not take."""
     if now.order:
         address = () if pointer is None else (each(getattr(pointer, "address", pointer)),)
         getattr(now.order, what)(now.mask, *address, *numbers)

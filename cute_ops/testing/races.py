@@ -116,7 +116,7 @@ class Order:
         self._next(mask)
 
     def _next(self, mask: np.ndarray) -> None:
-        """What these threads do from now on others do not know yet."""
+        """Advance these threads' own clocks: others do not know yet what they do from now on."""
         self.clocks[:, self.every[mask], self.own[mask]] += 1
 
     def access(self, memory: Any, shared: bool, places: np.ndarray, active: np.ndarray, size: int, store: bool) -> None:

@@ -116,7 +116,7 @@ def _with_numbers(binding: Binding, rows: int = MANY_ROWS, factors: Mapping[str,
 
 
 def _places(binding: Binding, numbers: Binding, memory: Callable[[Shapes], dict[str, Memory]]) -> dict[str, Memory]:
-    """Where the arrays lie, with what divides their strides whatever the symbolic sizes are."""
+    """The arrays' layouts, with divisors of their strides that hold for all values of the symbolic sizes."""
     shapes = {n: a.shape for n, a in numbers.inputs.items() if a is not None}
     found, tensors = memory(shapes), {**binding.op.inputs, **binding.op.outputs}
     symbolic = {**binding.inputs, **binding.outputs}

@@ -71,7 +71,7 @@ def wrong_array(value: Any) -> str:
 
 
 def _no_array(value: Any) -> str:
-    """What a value is that JAX makes no array of numbers of, or another one than it seems; empty for others."""
+    """Name a value of which JAX makes no array of numbers, or another array than it seems; empty for others."""
     if isinstance(value, np.ma.MaskedArray):
         return "a masked NumPy array"
     if isinstance(value, np.ndarray):

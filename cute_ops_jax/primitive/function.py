@@ -59,7 +59,7 @@ def register(op: Op) -> Callable[..., Any]:
     traced = jax.jit(keyed, static_argnames=(*op.keywords, *op.options, "_told"), inline=_compat.INLINE)
 
     def tell(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-        """What jit does not see of attributes, which it finds by equality: the signs of zeros, and types."""
+        """Signs of zeros and types of attributes: jit compares attributes by equality, which tells neither apart."""
         given = [*zip(kinds, args, strict=False), *((n, kwargs[n]) for n in kinds if n in kwargs)]
         return " ".join([f"{n}={v!r}" for n, v in given if type(v) is not kinds[n] or (kinds[n] is float and not v)])
 

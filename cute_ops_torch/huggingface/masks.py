@@ -250,7 +250,7 @@ def _of_sequences(given: Mapping[str, Any]) -> tuple[Band, Tensor] | None:
 
 
 def _free(function: Any, name: str) -> dict[str, Any]:
-    """What a mask function of this name, or that a function of this name has made, refers to; nothing of others."""
+    """Free variables of a mask function of this name, or made by a function of this name; none of other functions."""
     code = getattr(function, "__code__", None)
     if code is None or _names().get(code) != name:
         return {}

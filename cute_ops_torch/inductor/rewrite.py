@@ -165,7 +165,7 @@ class Rewriting:
         self.moved = False
 
     def part(self, found: Found | Composite, choice: Choice) -> Part:
-        """What became of a part of the graph, which is replaced if that is chosen and safe."""
+        """Replace a part of the graph if that is chosen and safe; returns the part with its choice, or with why not."""
         if not choice.kind:
             return Part(found, choice)
         try:

@@ -439,7 +439,7 @@ def _check_attributes(epilogue: Callable[..., Any], operands: int, attrs: Mappin
 
 
 def _name(epilogue: Callable[..., Any]) -> str:
-    """What it is called, alone: torch.compile names a function with what it is in."""
+    """An epilogue's own name, without those of the scopes around it that torch.compile puts before it."""
     return str(getattr(epilogue, "__name__", type(epilogue).__name__)).rpartition(".")[2]
 
 
