@@ -1,23 +1,29 @@
 """One training step of untouched JAX models: as XLA compiles it, and through ``cute_ops_jax.fuse``.
 
-``stories15m`` and the others are examples/optax_decoder with its parts in jax.numpy; ``equinox`` is a transformer of
-equinox's own modules. Nothing in a model names our ops: `fuse` wraps its loss. All contenders of a model start from the
-same weights, see the same tokens and take turns. `apart` is the largest difference of a contender's losses from XLA's
-after the same steps, in nats.
+``stories15m`` and the others are examples/optax_decoder with its parts in jax.numpy; ``equinox`` and ``nnx`` are
+transformers of equinox's and flax.nnx's own modules. Nothing in a model names our ops: `fuse` wraps its loss. All
+contenders of a model start from the same weights, see the same tokens and take turns. `apart` is the largest difference
+of a contender's losses from XLA's after the same steps, in nats.
 
-    python benchmarks/fuse_step.py --out out/benchmarks [--models stories15m equinox] [--profile]
+Contenders compile one after the other, `fuse` first: `compile_s` is the whole of tracing, lowering and compiling, and
+`kernels` says how many of our kernels were compiled in it; give an empty ``CUTE_OPS_CACHE_DIR`` to see all of them.
+`again_s` and `again_kernels` are those of a second process.
+
+    python benchmarks/fuse_step.py --out out/benchmarks [--models stories15m equinox nnx] [--profile]
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,19 +42,21 @@ from rich.console import Console
 from rich.table import Table as View
 
 import cute_ops_jax
+from cute_ops.jit import cache
 
 COLUMNS = (
     "model", "contender", "tokens", "tokens_per_s", "tokens_per_s_min", "tokens_per_s_max", "ms", "temporaries_gb",
-    "compile_s", "loss_first", "loss_last", "steps", "apart",
+    "compile_s", "kernels", "again_s", "again_kernels", "loss_first", "loss_last", "steps", "apart",
 )  # fmt: skip
-CONTENDERS = ("XLA", "fuse", "ours")
+CONTENDERS = ("fuse", "ours", "XLA")
+MODULES = ("equinox", "nnx")
 # The optimizers' learning rate is one at which both models learn in a few steps without a warm-up.
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4, b2=0.95, weight_decay=0.1))
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the equinox transformer and of its batches."""
+    """Sizes of a transformer of modules and of its batches."""
 
     layers: int = 8
     hidden: int = 1024
@@ -59,6 +67,7 @@ class Sizes:
     dtype: str = "bfloat16"
 
 
+SIZES = {"equinox": Sizes(), "nnx": Sizes(layers=4, vocabulary=50257, batch=8)}
 TINY = Sizes(2, 64, 4, 256, 2, 32, "float32")
 
 
@@ -118,8 +127,42 @@ def equinox_loss(sizes: Sizes) -> tuple[Callable[..., Any], Any]:
     return lambda arrays, windows: jax.vmap(eqx.combine(arrays, static))(windows).mean(), arrays
 
 
-def nnx_loss(config: Any, parts: str) -> tuple[Callable[..., Any], Any]:
-    graph, params = nnx.split(Decoder(config, PARTS[parts], nnx.Rngs(0)))
+class Layer(nnx.Module):
+    """A layer of flax.nnx's norms, attention and products."""
+
+    def __init__(self, sizes: Sizes, rngs: nnx.Rngs) -> None:
+        n, same = sizes.hidden, {"dtype": sizes.dtype, "param_dtype": sizes.dtype, "rngs": rngs}
+        self.norms = nnx.List([nnx.LayerNorm(n, **same), nnx.LayerNorm(n, **same)])
+        self.attention = nnx.MultiHeadAttention(sizes.heads, n, decode=False, **same)
+        self.up, self.down = nnx.Linear(n, 4 * n, **same), nnx.Linear(4 * n, n, **same)
+
+    def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
+        x = x + self.attention(self.norms[0](x), mask=mask)
+        return x + self.down(nnx.gelu(self.up(self.norms[1](x))))
+
+
+class GPT(nnx.Module):
+    """A decoder with learned positions and a head of its own; returns the mean loss in nats per token."""
+
+    def __init__(self, sizes: Sizes, rngs: nnx.Rngs) -> None:
+        n, same = sizes.hidden, {"dtype": sizes.dtype, "param_dtype": sizes.dtype, "rngs": rngs}
+        self.tokens = nnx.Embed(sizes.vocabulary, n, **same)
+        self.places = nnx.Embed(sizes.seqlen, n, **same)
+        self.layers = nnx.List([Layer(sizes, rngs) for _ in range(sizes.layers)])
+        self.norm = nnx.LayerNorm(n, **same)
+        self.head = nnx.Linear(n, sizes.vocabulary, use_bias=False, **same)
+
+    def __call__(self, windows: jax.Array) -> jax.Array:
+        given = windows[:, :-1]
+        x, mask = self.tokens(given) + self.places(jnp.arange(given.shape[1])), nnx.make_causal_mask(given)
+        for layer in self.layers:
+            x = layer(x, mask)
+        logits = self.head(self.norm(x)).astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:]).mean()
+
+
+def nnx_loss(make: Callable[[nnx.Rngs], nnx.Module]) -> tuple[Callable[..., Any], Any]:
+    graph, params = nnx.split(make(nnx.Rngs(0)))
     return lambda params, windows: nnx.merge(graph, params)(windows), params
 
 
@@ -133,18 +176,13 @@ class Run:
             updates, memory = OPTIMIZER.update(grads, memory, params)
             return (optax.apply_updates(params, updates), memory), value
 
-        self.state = params, OPTIMIZER.init(params)
-        begin = time.perf_counter()
-        self.lowered = jax.jit(update, donate_argnums=0).lower(self.state, windows)
-        self.compile_seconds = time.perf_counter() - begin
+        self.state = jax.block_until_ready((params, OPTIMIZER.init(params)))
+        compiled, begin = cache.counters.compiled, time.perf_counter()
+        self.step = jax.jit(update, donate_argnums=0).lower(self.state, windows).compile()
+        self.compile_seconds, self.kernels = time.perf_counter() - begin, cache.counters.compiled - compiled
+        self.temporaries = self.step.memory_analysis().temp_size_in_bytes
         self.losses: list[float] = []
         self.seconds: list[float] = []
-
-    def compile(self) -> None:
-        begin = time.perf_counter()
-        self.step = self.lowered.compile()
-        self.compile_seconds += time.perf_counter() - begin
-        self.temporaries = self.step.memory_analysis().temp_size_in_bytes
 
     def train(self, windows: list[Any]) -> None:
         """A step per window."""
@@ -160,41 +198,52 @@ class Run:
 
 def contenders(model: str, is_tiny: bool) -> tuple[dict[str, Callable[[], tuple[Callable[..., Any], Any]]], Any]:
     """What makes the loss and the parameters of each, and the sizes of the model."""
-    fuse = cute_ops_jax.fuse
 
     def fused(made: tuple[Callable[..., Any], Any]) -> tuple[Callable[..., Any], Any]:
-        return fuse(made[0]), made[1]
+        return cute_ops_jax.fuse(made[0]), made[1]
 
-    if model == "equinox":
-        sizes = TINY if is_tiny else Sizes()
-        return {"XLA": lambda: equinox_loss(sizes), "fuse": lambda: fused(equinox_loss(sizes))}, sizes
+    if model in MODULES:
+        sizes = TINY if is_tiny else SIZES[model]
+        plain = partial(equinox_loss, sizes) if model == "equinox" else partial(nnx_loss, partial(GPT, sizes))
+        return {"fuse": lambda: fused(plain()), "XLA": plain}, sizes
     config = small(MODELS[model]) if is_tiny else MODELS[model]
-    return {
-        "XLA": lambda: nnx_loss(config, "XLA"),
-        "fuse": lambda: fused(nnx_loss(config, "XLA")),
-        "ours": lambda: nnx_loss(config, "ours"),
-    }, config
+    of = {parts: partial(nnx_loss, partial(Decoder, config, PARTS[parts])) for parts in ("XLA", "ours")}
+    return {"fuse": lambda: fused(of["XLA"]()), "ours": of["ours"], "XLA": of["XLA"]}, config
+
+
+def batches(sizes: Any) -> list[jax.Array]:
+    rng = np.random.default_rng(0)
+    drawn = rng.zipf(1.3, (2, sizes.batch, sizes.seqlen + 1)) % sizes.vocabulary  # words of a text are as unequal
+    return [jnp.asarray(each, jnp.int32) for each in drawn]
+
+
+def compiled_again(model: str, name: str, is_tiny: bool) -> tuple[float, int]:
+    """The seconds that a new process takes to compile a contender, and how many of our kernels it compiles."""
+    command = [sys.executable, __file__, "--models", model, "--contenders", name, "--compile"]
+    kept = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # this process holds most of the memory
+    made = subprocess.run(
+        [*command, *["--cpu-smoke"][: int(is_tiny)]], env=kept, check=True, stdout=subprocess.PIPE, text=True
+    )
+    seconds, kernels = json.loads(made.stdout.splitlines()[-1])
+    return seconds, kernels
 
 
 def measure(table: Table, model: str, options: argparse.Namespace) -> None:
     makers, sizes = contenders(model, options.cpu_smoke)
-    makers = {name: make for name, make in makers.items() if name in options.contenders}
-    rng = np.random.default_rng(0)
-    drawn = rng.zipf(1.3, (2, sizes.batch, sizes.seqlen + 1)) % sizes.vocabulary  # words of a text are as unequal
-    windows = [jnp.asarray(each, jnp.int32) for each in drawn]
-    runs = {name: Run(*make(), windows[0]) for name, make in makers.items()}
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(Run.compile, runs.values()))
+    windows = batches(sizes)
+    runs = {name: Run(*make(), windows[0]) for name, make in makers.items() if name in options.contenders}
     for _ in range(options.rounds + 1):  # the first warms up
         for run in runs.values():
             run.train([windows[k % 2] for k in range(options.steps)])
-    for name, run in runs.items():
+    for name, run in reversed(runs.items()):
+        again = compiled_again(model, name, options.cpu_smoke) if options.again and name != "XLA" else ("", "")
         seconds = spread(run.seconds[1:])
         tokens = sizes.batch * sizes.seqlen
         rates = (tokens / s for s in (seconds.median, seconds.high, seconds.low))
         apart = float(np.max(np.abs(np.subtract(run.losses, runs["XLA"].losses))))
         losses = run.losses[0], run.losses[-1], len(run.losses), apart
-        cells = (model, name, tokens, *rates, seconds.median * 1e3, run.temporaries / 1e9, run.compile_seconds, *losses)
+        compiled = run.compile_seconds, run.kernels, *again
+        cells = (model, name, tokens, *rates, seconds.median * 1e3, run.temporaries / 1e9, *compiled, *losses)
         table.add(dict(zip(COLUMNS, cells, strict=True)))
     if options.profile:
         for name, run in runs.items():
@@ -219,7 +268,7 @@ def profile(model: str, name: str, run: Run, window: Any, steps: int = 2, most: 
 
 
 def show(path: Path, console: Console) -> None:
-    shown = ("model", "contender", "tokens_per_s", "ms", "temporaries_gb", "compile_s", "loss_last", "apart")
+    shown = ("model", "contender", "ms", "temporaries_gb", "compile_s", "kernels", "again_s", "again_kernels", "apart")
     view = View(*shown, "x XLA", title="training steps through fuse")
     rows = read(path)
     xla = {row["model"]: float(row["ms"]) for row in rows if row["contender"] == "XLA"}
@@ -232,17 +281,25 @@ def main(arguments: list[str] | None = None) -> Mapping[str, float]:
     """Measure; returns how many times XLA's tokens per second `fuse` trains, by model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("out/benchmarks"), help="folder for fuse_step.csv")
-    parser.add_argument("--models", nargs="+", default=["stories15m", "equinox"], choices=[*MODELS, "equinox"])
+    parser.add_argument("--models", nargs="+", default=["stories15m", *MODULES], choices=[*MODELS, *MODULES])
     parser.add_argument("--contenders", nargs="+", default=CONTENDERS, choices=CONTENDERS, help="XLA among them")
     parser.add_argument("--rounds", type=int, default=7, help="samples of each")
     parser.add_argument("--steps", type=int, default=6, help="steps of one sample")
+    parser.add_argument("--again", action="store_true", help="also compile in a second process")
+    parser.add_argument("--compile", action="store_true", help="compile only, and print the seconds and kernels of it")
+    parser.add_argument("--append", action="store_true", help="keep the rows of an earlier run")
     parser.add_argument("--profile", action="store_true", help="then the kernels that take longest")
     parser.add_argument("--cpu-smoke", action="store_true", help="tiny models on the CPU: checks this file only")
     options = parser.parse_args(arguments)
     if not options.cpu_smoke and jax.default_backend() != "gpu":
         parser.error("no GPU here; --cpu-smoke checks the code paths")
+    if options.compile:
+        makers, sizes = contenders(options.models[0], options.cpu_smoke)
+        run = Run(*makers[options.contenders[0]](), batches(sizes)[0])
+        print(json.dumps([run.compile_seconds, run.kernels]))
+        return {}
     path = options.out / "fuse_step.csv"
-    table = Table(path, COLUMNS)
+    table = Table(path, COLUMNS, options.append)
     for model in options.models:
         measure(table, model, options)
     show(path, Console(width=120))

@@ -76,9 +76,10 @@ def test_steps_through_fuse(tmp_path: Path) -> None:
     import fuse_step
 
     found = fuse_step.main(["--cpu-smoke", "--out", str(tmp_path), "--rounds", "1", "--steps", "2"])
-    assert found.keys() == {"stories15m", "equinox"}
+    assert found.keys() == {"stories15m", "equinox", "nnx"}
     rows = read(tmp_path / "fuse_step.csv")
     assert [(row["model"], row["contender"]) for row in rows] == [
-        ("stories15m", "XLA"), ("stories15m", "fuse"), ("stories15m", "ours"), ("equinox", "XLA"), ("equinox", "fuse"),
+        ("stories15m", "XLA"), ("stories15m", "ours"), ("stories15m", "fuse"),
+        ("equinox", "XLA"), ("equinox", "fuse"), ("nnx", "XLA"), ("nnx", "fuse"),
     ]  # fmt: skip
     assert all(float(row["apart"]) < 2e-4 for row in rows)
