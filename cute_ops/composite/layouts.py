@@ -20,13 +20,13 @@ class Layouts(Generic[Array]):
     Args:
         xp: its namespace: ``torch`` or ``jax.numpy``.
         register: makes functions of ops.
-        frequencies: ``base ** (-j / r)`` for j below r, in float32, on the device of an array.
-        places: int32 below r, there, too.
-        float32: an array in float32, where it is.
-        kept: ``kept(key, make, x)``: an array that depends on the key and on the device of x alone, made or kept.
-        constant: an array, of which nothing is differentiated.
-        turned: an array whose first dim is its last.
-        array: what a caller gives as an array as one.
+        frequencies: ``frequencies(base, r, x)``: ``base ** (-j / r)`` for j below r, in float32, on the device of x.
+        places: ``places(r, x)``: int32 numbers below r, on the device of x.
+        float32: converts an array to float32 on its device.
+        kept: ``kept(key, make, x)``: ``make()``, which may be kept for later calls with this key and the device of x.
+        constant: an array without its gradient.
+        turned: an array whose first dim is moved to the end.
+        array: converts an argument to an array.
         channels_last: whether an image ``[N, C, H, W]`` lies in memory with its channels last.
     """
 

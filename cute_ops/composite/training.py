@@ -27,7 +27,7 @@ class Training(Generic[Array]):
         xp: its namespace: ``torch`` or ``jax.numpy``.
         losses: its ``linear_cross_entropy``.
         register: makes functions of ops.
-        array: what a caller gives as an array as one.
+        array: converts an argument to an array.
     """
 
     def __init__(

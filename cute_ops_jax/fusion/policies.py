@@ -26,8 +26,9 @@ LABEL = "#"  # stands between the name of an op's outputs and the label that the
 def answers_of(
     policy: Policy, equations: Sequence[JaxprEqn], call: Callable[..., Any], reads: Sequence[Any], roots: Sequence[Node]
 ) -> tuple[str, dict[str, Any]]:
-    """A checkpoint policy's answers, by name, for the named outputs of ops that run in place of some equations, and
-    what label these outputs have: that of other parts, of which it says the same.
+    """The label of the named outputs of ops that replace equations, and a checkpoint policy's answers for them by name.
+
+    Parts of a program for which the policy has the same answer share a label.
 
     Args:
         policy: the program's.
@@ -50,7 +51,7 @@ def answers_of(
 
 
 def with_answers(policy: Policy, answers: Mapping[str, Any]) -> Policy:
-    """The policy, which says this of the outputs with these names unless it saves them anyway."""
+    """A policy that gives these answers for outputs with these names, unless ``policy`` saves them anyway."""
     return partial(_extended, policy, answers) if answers else policy
 
 

@@ -33,11 +33,11 @@ CAPTURES = "transformers.utils.output_capturing"
 
 
 def or_original(original: Any, ours: Forward, whole: bool = False) -> tuple[Forward, Callable[[], bool]]:
-    """A ``forward`` for subclasses of ``original`` that runs ``ours`` beneath its decorators, in their place if it is
-    the whole of it; and whether it may.
+    """A ``forward`` for subclasses of ``original`` that runs ``ours``, and a function that says whether it may.
 
-    It runs the original's where ``ours`` returns ``NotImplemented``, where somebody has replaced that ``forward`` or a
-    function that it calls, and where a model is to return a tuple, in which logits that do not exist have no place.
+    ``ours`` runs beneath the decorators of the original ``forward``, or with ``whole`` in place of them, too. The
+    original runs if ``ours`` returns ``NotImplemented``, if somebody has replaced that ``forward`` or a function that
+    it calls, and if a model is to return a tuple, which has no place for logits that were not computed.
     """
     plain, may = original.forward, _unchanged(original)
     inner = plain if whole else innermost(plain)
@@ -134,7 +134,7 @@ def _described(x: torch.Tensor) -> str:
 
 
 def runs(module: nn.Module, ours: Forward) -> bool:
-    """Whether calling a module runs this replaced ``forward``, and nothing that changes what it returns."""
+    """Whether calling a module runs this replaced ``forward``, and nothing changes its result."""
     cls: Any = type(module)
     return getattr(cls, "_cute_runs", None) is ours and cls._cute_may() and calls(module, cls._cute_forward)
 

@@ -18,7 +18,7 @@ from cute_ops_torch.huggingface.source import source_digest
 _GATED_MLP = "abc78a408730aea7"
 # By the source of their `forward`: Hugging Face's SiLU, and a module that calls its attribute `act`.
 _DIGESTS = {"2bdc4d94c9296936": "silu", "4587a7e0c8fdf068": "act"}
-# What functions that are the `forward` of activations compute. Hugging Face's are added when a model has them.
+# The kind of each known activation's `forward`. Hugging Face's are added when a model has them.
 _KINDS: dict[Forward, str] = {nn.SiLU.forward: "silu", nn.GELU.forward: "approximate"}
 
 
@@ -108,7 +108,7 @@ def approximation(activation: Any) -> str | None:
 
 
 def _learn(activation: Any) -> str | None:
-    """The kind of an activation, whose ``forward`` is known by identity from now on; None if it has none of ours."""
+    """Add an activation's ``forward`` to the known ones; returns its kind, None if no function of ours computes it."""
     forward = type(activation).forward
     kind = _DIGESTS.get(source_digest(forward) or "")
     if kind is not None:

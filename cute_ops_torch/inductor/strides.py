@@ -43,8 +43,8 @@ def same_sizes(a: Iterable[Any], b: Iterable[Any]) -> bool:
 def relaid(graph: Graph, instead: Mapping[Node, Any]) -> dict[Node, Any] | None:
     """The new values of all nodes whose strides change once some nodes hold other values; None if they may not change.
 
-    Views of them must exist, and none may share memory that is written to with another one where it was a copy. What
-    the program returns must be no view of what it is given or returns besides.
+    They may not change if a view cannot be made of the new values, if a value that was a copy would share memory that
+    is written to, or if a result that changes is a view of an argument or of another result.
     """
     order, found, waiting = {node: i for i, node in enumerate(graph.nodes)}, dict[Node, Any](), list[tuple[int, Node]]()
 
@@ -185,8 +185,8 @@ def _as(made: Any, was: Any) -> Any:
 
 
 def _shares_what_is_written(graph: Graph, node: Node, made: Any, values: Mapping[Node, Any]) -> bool:
-    """Whether a tensor lies in the memory of one that it is computed from, and was a copy that something writes to, as
-    ``x.contiguous()`` may.
+    """Whether a new value shares its memory with an input of the node where the old one was a copy, as that of
+    ``x.contiguous()`` may be, and one of the two is written to.
     """
     if not isinstance(made, torch.Tensor):
         return False
@@ -199,7 +199,7 @@ def _shares_what_is_written(graph: Graph, node: Node, made: Any, values: Mapping
 
 
 def _is_needed(node: Node, instead: Mapping[Node, Any]) -> bool:
-    """Whether a program goes on reading a node, or does what it does, without what others were instead of."""
+    """Whether the program's results or effects depend on a node by a path that passes no replaced node."""
     waiting, seen = [node], {node}
     while waiting:
         each = waiting.pop()
