@@ -4,7 +4,9 @@ The model is Hugging Face's ``LlamaForCausalLM`` with random weights (the layers
 bfloat16, with SDPA attention and PyTorch's fused AdamW ("... + AdamW": with ours). Every contender trains from the
 same weights on the same tokens in a process of its own, because Liger changes Hugging Face's modules for good. All
 processes are ready before the first sample; then they take turns, so that a GPU which gets warmer does so for all of
-them. Their first losses are compared.
+them. A sample is the time on the GPU of steps of a loop that never waits for it, as loops of training do not: steps
+before the first that counts let the host run ahead, and one of them, behind an idle GPU, says what the host takes
+(``host_ms``). Their first losses are compared.
 
 python benchmarks/llama_step.py --out out/benchmarks
 """
@@ -33,7 +35,7 @@ CONTENDERS = (
     "graph pass + compile", "graph pass + compile + AdamW", "graph pass + max-autotune", "ours + graph pass + compile",
 )  # fmt: skip
 COLUMNS = (
-    "contender", "batch", "seqlen", "tokens_per_s", "tokens_per_s_min", "tokens_per_s_max", "ms", "peak_gb",
+    "contender", "batch", "seqlen", "tokens_per_s", "tokens_per_s_min", "tokens_per_s_max", "ms", "host_ms", "peak_gb",
     "loss_first", "loss_last",
 )  # fmt: skip
 READY = "ready"
@@ -104,6 +106,7 @@ class Steps:
         self.run, self.inputs, self.optimizer = run, inputs, optimizer
         self.device = next(iter(inputs.values())).device
         self.times: list[float] = []
+        self.host_times: list[float] = []
         self.losses = [self.step() for _ in range(warm_up)]
         self.wait()
         gc.collect()
@@ -122,17 +125,36 @@ class Steps:
             torch.cuda.synchronize()
 
     def sample(self, steps: int) -> None:
+        """The seconds of a step once the host is ahead of the GPU, and those of the host in a step."""
+        self.step()  # the process has been waiting for its turn
+        self.wait()
         begin = time.perf_counter()
+        self.step()
+        self.host_times.append(time.perf_counter() - begin)
+        first = self._mark()
         for _ in range(steps):
             last = self.step()
-        self.wait()
-        self.times.append((time.perf_counter() - begin) / steps)
+        self.times.append(self._seconds(first, self._mark()) / steps)
         self.losses.append(last)
+
+    def _mark(self) -> Any:
+        """A moment of the device."""
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _seconds(self, first: Any, last: Any) -> float:
+        self.wait()
+        return last - first if self.device.type != "cuda" else first.elapsed_time(last) / 1e3  # type: ignore[no-any-return]
 
     def figures(self) -> dict[str, float]:
         """Columns that do not depend on the model."""
         peak = torch.cuda.max_memory_allocated() / 1e9 if self.device.type == "cuda" else 0.0
-        return {"peak_gb": peak, "loss_first": self.losses[0].item(), "loss_last": self.losses[-1].item()}
+        host = spread(self.host_times).median * 1e3
+        losses = {"loss_first": self.losses[0].item(), "loss_last": self.losses[-1].item()}
+        return {"host_ms": host, "peak_gb": peak, **losses}
 
 
 class Trainer(Steps):

@@ -35,7 +35,7 @@ CONTENDERS = (
     "eager", "torch.compile", "Liger", "ours", "ours + compile", "graph pass + compile", "ours + graph pass + compile",
 )  # fmt: skip
 COLUMNS = (
-    "model", "contender", "batch", "seqlen", "ms", "ms_min", "ms_max", "peak_gb", "loss_first", "loss_last",
+    "model", "contender", "batch", "seqlen", "ms", "ms_min", "ms_max", "host_ms", "peak_gb", "loss_first", "loss_last",
     "warm_up_s", "status",
 )  # fmt: skip
 # Steps before the first sample: they compile, and fill the optimizer's state.
