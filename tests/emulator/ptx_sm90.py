@@ -412,6 +412,8 @@ class Warp(ptx_cta.Cta):
             rows = sum(self.read(name) for name in operands[0])
             for i, name in enumerate(operands[1]):
                 matrix = self.read(name).astype(np.uint32).view(np.uint8).reshape(8, 16)
+                if "trans" in op:
+                    matrix = matrix.view(np.uint16).T.copy().view(np.uint8)
                 here = self.threads // 8 == i
                 self.watched(rows[here, None] + np.arange(16), here, STORE)
                 self.blocks[0][rows[8 * i : 8 * i + 8, None] + np.arange(16)] = matrix

@@ -30,7 +30,10 @@ from cute_ops.kernels.attention.tiles import (
     slots,
     transposed,
 )
+from cute_ops.kernels.lib.copy import compiler_barrier
 from cute_ops.kernels.tensor_core.sizes import MMA_M, WARPGROUP
+
+MOST_NUMBERS = 224  # in registers of a thread, of scores and sums, while products are issued one after another
 
 
 class KeysBackward:
@@ -251,7 +254,17 @@ class KeysBackward:
         if const_expr(self.of_k):
             store_rows(mma_dk, rDk, moved[4], (tidx, keys, self.scale, self.d), sizes.rows[1])
         if const_expr(self.of_v):
-            store_rows(mma_dv, rDv, moved[5], (tidx, keys, 1.0, self.dv), sizes.rows[1])
+            store_rows(mma_dv, self._waited_for(rDv), moved[5], (tidx, keys, 1.0, self.dv), sizes.rows[1])
+
+    def _waited_for(self, rDv):
+        """Sums that LLVM rounds no earlier than they are waited for, or ptxas would wait after every product of the
+        kernel. That costs less where registers do not hold scores, cotangents, both of them rounded, and factors of a
+        change of scores, or where sums have few columns.
+        """
+        of_scores = 3 if self.mods.score is None else 4
+        if self.dv >= MMA_M and (of_scores * self.tile_q + self.d + self.dv) // 2 <= MOST_NUMBERS:
+            compiler_barrier(rDv)
+        return rDv
 
     def _operands(self, mmas, moved, group):
         """A warpgroup's operands in shared memory: both of the scores and ``v @ dout.T``, the second of dk and dv."""

@@ -58,6 +58,20 @@ class OnePassBackward(SumsOfTiles, KeysBackward):
 
     sharing, keeps, tiles_of_ds = KeysBackward.consumers, False, 1
 
+    @property
+    def reads_early(self):
+        """Whether the numbers of a tile's queries are read before scores are waited for: beside keys, or factors of a
+        change of scores, registers have no room for them.
+        """
+        return not self.keeps and self.mods.score is None
+
+    @property
+    def by_queries(self):
+        """Whether rows of ds in shared memory are queries, as the product that gives dq reads it faster, or keys, as
+        registers are written faster. Measured together with early reads.
+        """
+        return self.reads_early
+
     @cute.jit
     def launch(
         self, inputs: cutlass.Constexpr, rows: cutlass.Constexpr, gradients: cutlass.Constexpr, mSums, mParts,
@@ -68,8 +82,9 @@ class OnePassBackward(SumsOfTiles, KeysBackward):
         row, across = LayoutEnum.ROW_MAJOR, OperandMajorMode.MN
         mma_s = (mma_of_kept if self.keeps else mma_of_scores)(dtype, self.tile_q)
         mma_dk, mma_dv = (mma_of_weights(dtype, width) for width in (self.d, self.dv))
+        of_ds = OperandMajorMode.K if self.by_queries else across
         mma_dq = hopper.make_trivial_tiled_mma(
-            dtype, dtype, across, across, Float32, (1, 2, 1), (self.tile_q, self.d // self.consumers)
+            dtype, dtype, of_ds, across, Float32, (1, 2, 1), (self.tile_q, self.d // self.consumers)
         )
         shape_k, shape_v = (self.tile_k, self.tile_q, self.d), (self.tile_k, self.tile_q, self.dv)
         of_row = cute.make_layout((self.tile_q, 1, self.stages))
@@ -90,8 +105,8 @@ class OnePassBackward(SumsOfTiles, KeysBackward):
         inputs, gradients = self._as_moved(inputs, gradients, sizes)
         rows = [by_query(m) for m in rows]
         moved = tma_copies((*inputs, *rows, *gradients), layouts, shapes, stored=2)
-        # The product that gives dq reads ds with queries in columns.
-        of_ds = hopper.make_smem_layout_a(row, (self.tile_k, 0, self.tile_q), dtype, self.tiles_of_ds)
+        shape_ds = (self.tile_q, 0, self.tile_k) if self.by_queries else (self.tile_k, 0, self.tile_q)
+        of_ds = hopper.make_smem_layout_a(row, shape_ds, dtype, self.tiles_of_ds)
         mmas = mma_s, mma_s, mma_dk, mma_dv, mma_dq, mma_dq
         self.kernel(mmas, (moved, layouts), of_ds, self._added(mSums), mParts, tuple(sizes)).launch(
             grid=[self._ctas(sizes) * self.parts(mParts, sizes), 1, 1],
@@ -219,7 +234,7 @@ class OnePassBackward(SumsOfTiles, KeysBackward):
         group = cute.arch.make_warp_uniform(tidx // WARPGROUP)
         first_dq = mma_dq.get_slice(group * WARPGROUP)
         of_scores, of_weights, tKrQ, tVrO = self._operands((mma_s, mma_dk, mma_dv), (q, k, v, dout), group)
-        tDrDs = mma_dq.make_fragment_A(first_dq.partition_A(transposed(sDs)))  # (mma, m, n, tiles)
+        tDrDs = mma_dq.make_fragment_A(first_dq.partition_A(self._rows_of_ds(sDs, True)))  # (mma, m, n, tiles)
         tDrK = mma_dq.make_fragment_B(first_dq.partition_B(transposed(k.s)))  # (mma, d, n, 1)
         rS, rP, rWeights, rDs, rDk, rDv = self._registers((mma_s, mma_dk, mma_dv))
         rDq = cute.make_rmem_tensor(mma_dq.partition_shape_C((self.tile_q, self.d)), Float32)
@@ -246,10 +261,10 @@ class OnePassBackward(SumsOfTiles, KeysBackward):
                         tidx, tile, (keys.block * self.tile_k, queries * self.tile_q, self.tile_q), sizes, True
                     )
                     ring_q.consumer_wait(slot)
+                    of_column = self._numbers(lse, slot, tidx)
                     self._score((mma_first, mma_s), of_scores, rS, slot)
                     ring_o.consumer_wait(slot)
                     self._score((mma_first, mma_s), of_weights, rP, slot)
-                    of_column = InPairs(self._of_queries(lse, slot, tidx))
                     warpgroup.wait_group(1)
                     if running:
                         ring_q.consumer_release(before)
@@ -259,8 +274,9 @@ class OnePassBackward(SumsOfTiles, KeysBackward):
                     whole = self.tiles.whole(tile, sizes, queries, tile.block)
                     self.weights.of_scores(rS, rWeights, place, of_column, whole)
                     multiply_weights(mma_dv, rWeights, tVrO, rDv, slot.index)
+                    of_column = self._numbers(delta, slot, tidx)
                     warpgroup.wait_group(1)
-                    self._cotangents_of_scores(rS, rP, self._of_queries(delta, slot, tidx))
+                    self._cotangents_of_scores(rS, rP, of_column)
                     store_packed(rS, rDs)
                     # Both warpgroups have read the tile of ds that lay there.
                     of_ds = slot.index if const_expr(self.tiles_of_ds > 1) else 0
@@ -303,22 +319,43 @@ class OnePassBackward(SumsOfTiles, KeysBackward):
         layout = cute.make_layout((2, 4, self.tile_q // 8, self.stages), stride=(1, 2, 8, self.tile_q))
         return cute.make_tensor(x.s.iterator, layout)[None, tidx % 4, None, slot.index]
 
-    def _cotangents_of_scores(self, rS, rP, delta):
+    def _numbers(self, x, slot, tidx):
+        """Numbers of a thread's columns as a function of row and column."""
+        pairs = self._of_queries(x, slot, tidx)
+        if not self.reads_early:
+            return InPairs(pairs)
+        rX = cute.make_rmem_tensor((2, self.tile_q // 8), Float32)
+        for i in range(self.tile_q // 8):
+            # ptxas moves loads that are not volatile to where they are used, behind waits for products.
+            rX[0, i], rX[1, i] = cute.arch.inline_ptx(
+                "ld.volatile.shared.v2.f32 {{$w0}, {$w1}}, [{$r0}];",
+                write_only_types=[Float32, Float32],
+                read_only_args=[Int32(pairs[None, i].iterator.toint())],
+            )
+        return lambda r, c: rX[c]
+
+    def _cotangents_of_scores(self, rS, rP, of_column):
         """Replace ``p * dscore`` by ``ds``."""
-        scores, cotangents, of_column = by_row(rS), by_row(rP), InPairs(delta)
+        scores, cotangents = by_row(rS), by_row(rP)
         for c in range(self.tile_q // 4):
             for r in range(2):
                 scores[r, c] = scores[r, c] * (cotangents[r, c] - of_column(r, c))
 
+    def _rows_of_ds(self, sDs, are_queries):
+        """Slots of ds whose rows are queries, or keys."""
+        return sDs if are_queries == self.by_queries else transposed(sDs)
+
     def _store(self, mma_s, sDs, tidx):
         """A function that writes a thread's part of ds to a tile in shared memory."""
-        atom = hopper.get_smem_store_op(LayoutEnum.ROW_MAJOR, self.dtype, Float32)
+        order = LayoutEnum.COL_MAJOR if self.by_queries else LayoutEnum.ROW_MAJOR
+        atom = hopper.get_smem_store_op(order, self.dtype, Float32)
+        of_keys = self._rows_of_ds(sDs, False)
         of_ds = cute.make_tiled_copy_C(atom, mma_s).get_slice(tidx)
         shape = mma_s.partition_shape_C((self.tile_k, self.tile_q))
 
         def put_ds(rDs, tile):
             rows = cute.make_tensor(rDs.iterator, cute.make_layout(shape))
-            cute.copy(of_ds, of_ds.retile(rows), of_ds.partition_D(sDs)[None, None, None, tile])
+            cute.copy(of_ds, of_ds.retile(rows), of_ds.partition_D(of_keys)[None, None, None, tile])
 
         return put_ds
 
