@@ -19,7 +19,7 @@ from cute_ops.tools import sass
 from tests.ops.reducing import OPS as REDUCING
 
 SEED = int(os.environ.get("CUTE_OPS_SEED", "41"))
-NAMES = ("softmax", "add_rmsnorm", "sum_bwd", "scaled_fp8", "probabilities", "unit_bwd")
+NAMES = ("softmax", "layernorm", "add_rmsnorm", "sum_bwd", "scaled_fp8", "probabilities", "unit_bwd")
 BY_NAME = {op.name: op for each in (*OPS, *PARTS, *MODELS, *REDUCING) for op in (each, each.grad) if isinstance(op, Op)}
 
 
@@ -35,7 +35,7 @@ def test_rows_of_some_ctas(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["add_rmsnorm", "sum_bwd"])
+@pytest.mark.parametrize("name", ["layernorm", "add_rmsnorm", "sum_bwd"])
 def test_no_store_but_the_last_is_of_part_of_a_vector(name: str, tmp_path: Path) -> None:
     op = BY_NAME[name]
     sizes, path = op.example((4096,), 105), tmp_path / "kernel.cubin"

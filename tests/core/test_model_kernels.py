@@ -136,7 +136,7 @@ def test_rows_that_an_index_names(op: Op) -> None:
 
 @pytest.mark.drawn(0.4)
 @pytest.mark.slow
-@pytest.mark.parametrize(("n", "k"), [(1, 1), (7, 3), (60, 4), (128, 8), (141, 16), (384, 6)])
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (7, 3), (60, 4), (128, 8), (141, 16), (256, 4), (384, 6)])
 def test_experts_that_are_chosen_in_one_pass(n: int, k: int) -> None:
     """Their weights and the balance; by CTAs with several tiles of rows, and with none; equal logits; races, too."""
     rng = np.random.default_rng(n)

@@ -147,6 +147,8 @@ def test_excess_is_a_part_of_what_is_allowed() -> None:
     assert measure._excess(a, b, 1e-3) == pytest.approx(1.0)
     b[4], b[2] = 0.0, 1e30
     assert measure._excess(a, b, 1e-3) == np.inf
+    below = torch.tensor([2.0**-24, 1e-3], dtype=torch.float16)  # the least number of float16, and its neighbour
+    assert measure._excess(below, below * torch.tensor([2.0, 1.0], dtype=torch.float16), 1e-7) < 1
 
 
 @pytest.mark.gpu

@@ -6,7 +6,7 @@ from typing import Literal
 
 from cute_ops.kernels.lib.row_config import RowConfig
 
-Form = Literal["one_pass", "smem", "persistent", "two_pass", "few_rows", "overlapped"]
+Form = Literal["one_pass", "smem", "persistent", "two_pass", "few_rows", "overlapped", "blocks"]
 
 
 class NormConfig(RowConfig):
@@ -14,8 +14,9 @@ class NormConfig(RowConfig):
 
     Forms of the forward: a row stays in registers (``one_pass``) or in shared memory (``smem``) between its sum and its
     output; clusters go from row to row with the weight in registers (``persistent``); a row is read twice
-    (``two_pass``). Forms of the backward: ``persistent`` and ``two_pass`` likewise; each of a few clusters takes all
-    rows (``few_rows``); a second kernel sums the columns while the first goes by rows (``overlapped``).
+    (``two_pass``); rows of a CTA go through shared memory as whole vectors (``blocks``). Forms of the backward:
+    ``persistent`` and ``two_pass`` likewise; each of a few clusters takes all rows (``few_rows``); a second kernel sums
+    the columns while the first goes by rows (``overlapped``).
 
     Attributes:
         unroll: row groups of a CTA in one pass.

@@ -10,6 +10,7 @@ from cute_ops.kernels.norm.bwd_overlapped import NormBackwardOverlapped
 from cute_ops.kernels.norm.bwd_persistent import NormBackward
 from cute_ops.kernels.norm.config import NormConfig
 from cute_ops.kernels.norm.fwd import NormForward
+from cute_ops.kernels.norm.fwd_blocks import blocks
 from cute_ops.kernels.norm.fwd_persistent import NormForwardPersistent
 from cute_ops.kernels.norm.fwd_smem import NormForwardSmem
 from cute_ops.kernels.norm.two_pass import NormBackwardTwoPass, NormForwardTwoPass
@@ -18,7 +19,7 @@ from cute_ops.kernels.norm.two_pass import NormBackwardTwoPass, NormForwardTwoPa
 # and of an RMS norm's backward they take 5% longer (16384 x 4097, benchmarks/results).
 FORWARD = {
     "one_pass": NormForward, "smem": NormForwardSmem, "persistent": NormForwardPersistent,
-    "two_pass": NormForwardTwoPass,
+    "two_pass": NormForwardTwoPass, "blocks": blocks,
 }  # fmt: skip
 BACKWARD = {
     "few_rows": NormBackwardFewRows, "overlapped": NormBackwardOverlapped, "persistent": NormBackward,

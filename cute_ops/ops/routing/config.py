@@ -17,7 +17,7 @@ from cute_ops.kernels.routing.config import (
     RouteConfig,
     TopkConfig,
 )
-from cute_ops.ops.rows import threads_for
+from cute_ops.ops.rows import Ladder, step, threads_for
 
 # Columns of a thread that sorts, and of one that selects; the longest rows that are sorted, and the most numbers of
 # them.
@@ -30,6 +30,11 @@ SORT_THREADS, SELECT_SM_THREADS = 128, {True: 1280, False: 1024}
 # large and few, since a last one adds up what each of them has.
 ROUTED_COLUMNS, FEW_EXPERTS, MANY_CHOSEN = {2: 48, 4: 32}, 32, 8
 FEW_ROUTED, ROUTED, MANY_ROUTED = (128, 6), (256, 2), (128, 3)
+# The same of 16 bits by columns of a thread, where it sorts but a few of its vectors, of rows of at least SELECTED_ROW
+# of which SELECTED_FROM or more are chosen: 511845 x 256 and k = 8 runs at 0.48 of a copy's rate by 64 columns, at 0.39
+# by 32; 514690 x 384 and k = 6 at 0.50 by 96, at 0.46 by 48.
+SELECTED: Ladder[tuple[int, int]] = ((48, (256, 2)), (64, (128, 3)), (96, (256, 1)))
+SELECTED_ROW, SELECTED_FROM = 128, 4
 # Experts of a token up to which vectors with the largest logits are found first, by bytes of a logit.
 MOST_BY_VECTORS = {2: 8, 4: 4}
 # Threads of a CTA that finds places, and classes up to which it has twice as many: counts of all its warps take 66 KB.
@@ -55,11 +60,15 @@ def topk(problem: Problem) -> TopkConfig:
 
 def routed(problem: Problem) -> RouteConfig:
     """Rows that are sorted, by as many CTAs as fit the GPU."""
-    n, many = problem.dims["n"], problem.attrs["k"] > MANY_CHOSEN
-    columns = ROUTED_COLUMNS[4 if many else ITEMSIZE[problem.dtypes["logits"]]]
-    threads, resident = MANY_ROUTED if many else FEW_ROUTED if n <= FEW_EXPERTS else ROUTED
-    share = _power(-(-n // columns))
-    form = "vectors" if _few_vectors(problem, share) else "route"
+    n, many, itemsize = problem.dims["n"], problem.attrs["k"] > MANY_CHOSEN, ITEMSIZE[problem.dtypes["logits"]]
+    share = _power(-(-n // SELECTED[-1][0]))
+    longer = itemsize == 2 and n >= SELECTED_ROW and problem.attrs["k"] >= SELECTED_FROM
+    if longer and _few_vectors(problem, share):
+        form, (threads, resident) = "vectors", step(SELECTED, -(-n // share))
+    else:
+        share = _power(-(-n // ROUTED_COLUMNS[4 if many else itemsize]))
+        form = "vectors" if _few_vectors(problem, share) else "route"
+        threads, resident = MANY_ROUTED if many else FEW_ROUTED if n <= FEW_EXPERTS else ROUTED
     return RouteConfig(form, threads, share, resident=resident, ctas=resident * problem.sm_count)
 
 
