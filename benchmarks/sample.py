@@ -54,7 +54,18 @@ import torch
 from common import Table, environment, first_line, markdown, read
 from formulas import FUNCTIONS
 from layers import LAYERS, Product
-from problems import TINY, Problem, grouped, normed_heads, permuted, rotated_at
+from problems import (
+    TINY,
+    Problem,
+    convolved,
+    grouped,
+    normed_heads,
+    packed_heads,
+    permuted,
+    rotated_at,
+    rotated_to_fp8,
+    smoke,
+)
 from rich.console import Console
 from summary import BEHIND, COMPILED, OURS, XLA
 from torch._functorch import config as functorch_config
@@ -73,7 +84,9 @@ ROW_OPS = (
     "rmsnorm", "add_rmsnorm", "layernorm", "softmax", "log_softmax", "cross_entropy", "sum", "mean", "silu_mul",
     "gelu_mul", "swiglu", "geglu", "silu", "gelu", "quantize_fp8", "rmsnorm_fp8", "silu_mul_fp8", "l2norm",
     "divergence", "soft_cross_entropy", "cross_entropy_metrics", "topk", "route", "permute_tokens", "unpermute_tokens",
-    "rope_at", "add_layernorm", "head_rmsnorm", "group_norm_first", "group_norm_last", "scaled_fp8",
+    "rope_at", "add_layernorm", "head_rmsnorm", "group_norm_first", "group_norm_last", "scaled_fp8", "rope",
+    "rope_packed", "rope_fp8", "head_layernorm", "causal_conv1d", "causal_conv1d_channels_first", "relu2",
+    "add_rmsnorm_fp8", "adamw",
 )  # fmt: skip
 # Experts of mixtures, and how many a token takes; classes to sample from, and of how many; heads.
 EXPERTS, CHOSEN = (8, 16, 32, 60, 64, 128, 160, 256, 384, 512), (1, 2, 4, 6, 8)
@@ -144,7 +157,7 @@ def draw_row(rng: random.Random, op: str) -> Problem:
     dtype = "bfloat16" if op.endswith("_fp8") else rng.choice(DTYPES)
     n = rng.choice((rng.choice(MODEL_SIZES), round(2 ** rng.uniform(6, math.log2(LONGEST)))))
     weight = rng.choice((None, "float32")) if "norm" in op and op != "l2norm" else None
-    make = of_rows(rng, op) or partial(Problem, op, n=n, weight=weight)
+    make = of_rows(rng, op) or partial(Problem, op, n=n, weight=weight, attrs=(("eps", 0.1),) if op == "adamw" else ())
     one, two = (make(rows=rows, dtype=dtype).bytes("fwd") for rows in (1, 2))
     rows = round(2 ** rng.uniform(*map(math.log2, ROW_BYTES)) / (two - one))
     return make(rows=max(rows, 1), dtype=dtype)
@@ -160,13 +173,30 @@ def of_rows(rng: random.Random, op: str) -> Callable[..., Problem] | None:
     if op.endswith("permute_tokens"):
         size = rng.choice([n for n in MODEL_SIZES if n <= 8192])
         return partial(permuted, op, n=size, each=chosen, experts=0 if op.startswith("un") else experts)
-    if op == "head_rmsnorm":
+    headdim, tokens = rng.choice((64, 96, 128)), rng.choice((1024, 2048, 4096))
+    if op.startswith("head_"):
         return partial(normed_heads, op, heads=heads, headdim=rng.choice((64, 96, 128, 256)))
+    if op == "rope":
+        sizes = (("h", heads), ("d", headdim), ("r", headdim // 2))
+        return lambda rows, dtype: Problem(op, rows * tokens, heads * headdim, dtype, lead=(rows, tokens), sizes=sizes)
+    if op == "rope_packed":
+        of_keys = max(heads // 4, 1)
+        return partial(packed_heads, heads=heads + 2 * of_keys, rotated=heads + of_keys, headdim=headdim)
+    if op == "rope_fp8":
+        return partial(rotated_to_fp8, heads=heads, headdim=headdim)
+    if op.startswith("causal_conv1d"):
+        channels, width = 8 * rng.randint(64, 1024), rng.choice((3, 4))
+        sizes, attrs = (("s", tokens), ("w", width)), (("activation", "silu"),)
+        if op.endswith("first"):
+            return lambda rows, dtype: convolved(rows, channels, tokens, width, dtype=dtype)
+        return lambda rows, dtype: Problem(op, rows * tokens, channels, dtype, lead=(rows,), sizes=sizes, attrs=attrs)
     if op.startswith("group_norm"):
         channels, positions = 32 * rng.choice((4, 8, 10, 16, 20, 40)), rng.choice((8, 16, 32, 64, 128)) ** 2
         return lambda rows, dtype: grouped(op, rows, channels, positions, dtype=dtype)
     if op == "rope_at":
-        return partial(rotated_at, heads=heads, headdim=rng.choice((64, 96, 128)))
+        return partial(rotated_at, heads=heads, headdim=headdim)
+    if op == "cross_entropy_metrics" and rng.random() < 0.5:
+        return partial(Problem, op, n=rng.choice(VOCABULARIES), attrs=(("label_smoothing", 0.1),))
     return None
 
 
@@ -187,6 +217,8 @@ def shrunk(point: Point) -> Point:
     problem = point.problem
     if getattr(problem, "op", "") in TINY:
         return point._replace(problem=TINY[problem.op])
+    if getattr(problem, "sizes", ()):
+        return point._replace(problem=smoke([problem.op])[0])
     small = {"m": 5, "n": 24, "k": 40} if isinstance(problem, Product) else {"rows": 6, "n": 33 + problem.n % 2}
     return point._replace(problem=replace(problem, **small))
 

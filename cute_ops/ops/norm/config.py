@@ -108,8 +108,7 @@ def forward(problem: Problem, centred: bool = False) -> NormConfig:
         found = _in_smem(problem, row, row.vectors, step(CENTRED_SMEM_SPAN, row.vectors), full=True)
         if found:
             return found
-    half = row.n % (row.vector_elements // 2) == 0  # such rows are read by half vectors, without masks
-    if row.itemsize == 2 and not half and row.vectors > SHORTEST_ROW and row.n <= WARP * BLOCKS_COLUMNS:
+    if _goes_in_blocks(row):
         return _blocks(row, centred)
     if row.vectors <= CTA_VECTORS:
         several = row.vectors > (WARP if row.aligned or "residual" in problem.dtypes else SHORT_CENTRED_ROW)
@@ -134,6 +133,12 @@ def _centred_row(problem: Problem, row: RowProblem) -> NormConfig:
         return found
     share = WARP if row.vectors <= 5 * WARP else threads_for(row.vectors, 4)
     return NormConfig("one_pass", max(128, share), share, align_vectors=row.align_vectors, delay_weight_load=True)
+
+
+def _goes_in_blocks(row: RowProblem) -> bool:
+    """Whether a row is a short unaligned one of 16 bits. Half vectors need no masks."""
+    halves = row.n % (row.vector_elements // 2) == 0
+    return row.itemsize == 2 and not halves and row.vectors > SHORTEST_ROW and row.n <= WARP * BLOCKS_COLUMNS
 
 
 def _blocks(row: RowProblem, centred: bool) -> NormConfig:
