@@ -57,7 +57,9 @@ def whole(x: Array) -> Array:
 
 
 def scattered(values: Array, index: Array, like: Array) -> Array:
-    return jnp.put_along_axis(jnp.zeros_like(like), index, values, axis=-1, inplace=False)
+    # jnp.put_along_axis takes no symbolic sizes.
+    rows = (jax.lax.broadcasted_iota(index.dtype, index.shape, axis) for axis in range(index.ndim - 1))
+    return jnp.zeros_like(like).at[(*rows, index)].set(values)
 
 
 def picked(x: Array, index: Array) -> Array:

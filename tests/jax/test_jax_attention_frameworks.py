@@ -119,8 +119,9 @@ def test_an_exported_program_of_any_batch_and_length() -> None:
 
 
 DRAWS: dict[str, dict[str, Any]] = {
-    "plain": {}, "causal": {"is_causal": True}, "window": {"local_window_size": 3},
-    "two-sided": {"local_window_size": (4, 2)}, "causal-window": {"is_causal": True, "local_window_size": (4, 2)},
+    "plain": {}, "causal": {"is_causal": 1}, "window": {"local_window_size": 3},
+    "two-sided": {"local_window_size": (np.int64(4), 2)},
+    "causal-window": {"is_causal": True, "local_window_size": (4, 2)},
     "scale": {"scale": 0.3, "return_residual": True}, "residual": {"is_causal": True, "return_residual": True},
 }  # fmt: skip
 

@@ -63,6 +63,16 @@ def test_values_of_several_sizes(name: str, close: Any) -> None:
         close(program.call(*given), jax.jit(both(function))(*given))
 
 
+def test_the_gradient_of_routes(close: Any) -> None:
+    def slopes(logits: Any) -> Any:
+        return jax.grad(lambda x: jnp.sum(cute_ops_jax.route(x, k=2)[0] ** 2))(logits)
+
+    shape = jax.ShapeDtypeStruct((*jax.export.symbolic_shape("b, s"), 5), jnp.float32)
+    program = jax.export.export(jax.jit(slopes), platforms=["cpu"])(shape)
+    logits = np.random.default_rng(0).standard_normal((2, 3, 5)).astype(np.float32)
+    close(program.call(logits), jax.jit(slopes)(logits))
+
+
 @pytest.mark.slow
 def test_a_loss_is_exported_with_one_symbolic_dim_or_a_mixed_one(tmp_path: Any, fake_kernels: Any) -> None:
     loss = COMPOSED["linear_cross_entropy"]
