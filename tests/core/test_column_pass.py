@@ -15,7 +15,7 @@ from cute_ops.autotune.dispatch import choose
 from cute_ops.declaration.binding import bind
 from cute_ops.jit.compile_pool import worker
 from cute_ops.jit.target import parse
-from cute_ops.ops.expression.formula import FEW_ROWS
+from cute_ops.ops.expression.formula import FEW_ROWS, FEW_ROWS_OF_TILES
 from cute_ops.ops.gemm.named import linear_gelu
 from cute_ops.ops.gemm.sums import column_sum
 from cute_ops.testing import kernel_calls
@@ -71,7 +71,7 @@ def test_any_size_layout_and_dtype(name: str) -> None:
     """Rows of whole vectors and others, more rows than threads and fewer, neighbouring ones and strided ones."""
     seed = int.from_bytes(name.encode()[:4], "little")
     rng = np.random.default_rng(seed)
-    sizes = [(1, 8), (300, 264), (1000, 8), (9, 20), (17, 999), (3, 2600), (FEW_ROWS, 136)]
+    sizes = [(1, 8), (300, 264), (1000, 8), (9, 20), (17, 999), (3, 2600), (FEW_ROWS, 136), (FEW_ROWS_OF_TILES, 264)]
     sizes += [(int(rng.integers(1, 600)), int(8 * rng.integers(1, 60))) for _ in range(2)]
     for i, (rows, n) in enumerate(sizes):
         dtype = ("bfloat16", "float32", "float16")[i % 3]
@@ -113,11 +113,13 @@ def test_which_passes_there_are() -> None:
     assert (kernel.column_pass.vec, kernel.column_pass.width, kernel.column_pass.unroll) == (8, 32, 8)
     _, kernel = kernel_of(column_sum(), 8224, 24)
     assert (kernel.column_pass.vec, kernel.column_pass.width) == (8, 4)
-    for n in (8, 24, 5120):  # one CTA for all rows, each thread's in one step: no workspace, no other kernel
-        variant, kernel = kernel_of(column_sum(), FEW_ROWS, n)
-        assert kernel.alone and "dbias_partials" not in variant.tensors
-        assert kernel.column_pass.unroll * kernel.column_pass.depth >= FEW_ROWS
-    assert not any(kernel_of(*call)[1].alone for call in ((GELU, 9, 5120), (SCALAR, 9, 5120), (column_sum(), 9, 5121)))
+    for op, rows in ((column_sum(), FEW_ROWS), (GELU, FEW_ROWS_OF_TILES), (TWO, FEW_ROWS_OF_TILES)):
+        for n in (8, 24, 5120):  # one CTA for all rows: no workspace, no other kernel
+            variant, kernel = kernel_of(op, rows, n)
+            assert kernel.alone and "dbias_partials" not in variant.tensors
+            assert kernel.together == (op is not column_sum())
+    others = ((GELU, 33, 5120), (PACKED, 9, 5120), (SCALAR, 9, 5120), (column_sum(), 9, 5121), (column_sum(), 257, 8))
+    assert not any(kernel_of(*call)[1].alone for call in others)
 
 
 @pytest.mark.slow
