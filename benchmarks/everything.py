@@ -55,6 +55,7 @@ PHASES = {
     "llama_step": Phase(240, (script("llama_step", "--out", "{out}"),)),
     "expressions": Phase(270, (script("expressions", "--out", "{out}"),)),
     "linear_cross_entropy": Phase(90, (script("linear_cross_entropy", "--out", "{out}"),)),
+    "head_losses": Phase(110, (script("head_losses", "--out", "{out}"),)),
     "optax_decoder": Phase(90, (script("optax_decoder", "--out", "{out}"),)),
     "startup": Phase(120, (script("startup", "--out", "{out}"),)),
     "host_time": Phase(90, (script("host_time", "--out", "{out}"),)),

@@ -23,6 +23,7 @@ import distributed_torch
 import everything
 import expressions
 import fusion
+import head_losses
 import host_time
 import in_pages
 import jax_program
@@ -133,6 +134,14 @@ def test_loss_of_a_linear_head_smoke(tmp_path: Path) -> None:
     errors = [float(r["relative_error"]) for r in common.read(tmp_path / "linear_cross_entropy_error.csv")]
     in_float32, in_bfloat16 = errors[:4], errors[4:]
     assert max(in_float32) < 1.1 * min(in_float32) < min(in_bfloat16[2:])
+
+
+@pytest.mark.drawn(0.4, among="benchmarks")
+@pytest.mark.slow
+def test_losses_of_preferences_on_a_linear_head_smoke(tmp_path: Path) -> None:
+    head_losses.main(["--cpu-smoke", "--out", str(tmp_path), "--contenders", head_losses.OURS])
+    rows = common.read(tmp_path / "head_losses.csv")
+    assert [(row["kind"], row["status"]) for row in rows] == [(kind, "ok") for kind in head_losses.KINDS]
 
 
 @pytest.mark.drawn(0.4, among="benchmarks")
