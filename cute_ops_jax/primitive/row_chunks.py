@@ -34,10 +34,11 @@ class Chunks:
         self.hidden, self.weight, self.bias = inputs["hidden"], inputs["weight"], inputs["bias"]
         # In an exported program. Rows are then gathered and scattered, since it is not known that a chunk's fit.
         self.symbolic = is_symbolic(self.hidden.shape[0])
+        self.size = self._rows_per_chunk()
 
     def each(self, state: State, body: Callable[[State, At], State]) -> State:
         """A loop over the chunks of one size, then the rest."""
-        count, size = self.hidden.shape[0], self._rows_per_chunk()
+        count, size = self.hidden.shape[0], self.size
         if self.symbolic:
             # The last chunk has the rest, at least one row: no kernel takes none.
             whole, rest = (count - 1) // size, (count - 1) % size + 1
@@ -85,8 +86,11 @@ class Chunks:
         return logits if self.bias is None else logits + self.bias
 
     def sums(self) -> dict[str, Array]:
-        # Those of weight and bias are rounded once at the end.
-        dtypes, found = {"dweight": self.attrs["accum_dtype"], "dbias": jnp.float32}, {}
+        # Those of weight and bias are rounded once at the end. The weight's of one chunk is a product, which rounds it.
+        dtypes: dict[str, Any] = {"dweight": self.attrs["accum_dtype"], "dbias": jnp.float32}
+        if not self.symbolic and self.size >= self.hidden.shape[0]:
+            del dtypes["dweight"]
+        found = {}
         for name in self.wanted:
             if (a := self.inputs[name.removeprefix("d")]) is not None:
                 found[name] = varying_like(jnp.zeros(a.shape, dtypes.get(name, a.dtype)), a)
