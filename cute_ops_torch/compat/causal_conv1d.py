@@ -105,7 +105,8 @@ def causal_conv1d_update(
         conv_state: (batch, channels, state length), of at least width - 1 inputs, the oldest first. It is written.
         weight, bias, activation: as in :func:`causal_conv1d_fn`.
         cache_seqlens: (batch,): how many inputs were before x. The state is a ring then, written from there on.
-        conv_state_indices: (batch,): which states of ``conv_state`` are those of x.
+        conv_state_indices: (batch,): which states of ``conv_state`` are those of x. One below zero is padding, which
+            gives 0 and writes none.
     """
     one_of("causal_conv1d_update", "activation", activation, ACTIVATIONS)
     single = x.ndim == 2
@@ -114,23 +115,34 @@ def causal_conv1d_update(
     held, length, new, taps = conv_state, conv_state.shape[-1], x.shape[-1], weight.shape[-1] - 1
     if length < taps:
         raise ValueError(f"causal_conv1d_update: conv_state holds {length} inputs, fewer than width - 1 = {taps}.")
-    if cache_seqlens is not None and new > length:
-        raise ValueError(f"causal_conv1d_update: {new} new inputs do not fit into a ring of {length}.")
     with torch.no_grad():
         if conv_state_indices is not None:
-            held = conv_state.index_select(0, conv_state_indices)
+            held = conv_state.index_select(0, conv_state_indices.clamp(min=0))
         if cache_seqlens is None:
             before = held[..., length - taps :]
             after = torch.cat((held, x.to(held.dtype)), -1)[..., new:]
         else:
             before = held.gather(-1, _places(cache_seqlens, -taps, 0, held))
-            after = held.scatter(-1, _places(cache_seqlens, 0, new, held), x.to(held.dtype))
+            first = max(new - length, 0)  # those before are overwritten
+            after = held.scatter(-1, _places(cache_seqlens, first, new, held), x[..., first:].to(held.dtype))
         out, _ = _convolved(x, weight, bias, before.to(x.dtype), activation)
         if conv_state_indices is None:
             conv_state.copy_(after)
         else:
-            conv_state.index_copy_(0, conv_state_indices.long(), after)
+            _write_states(conv_state, conv_state_indices, held, after)
+            out = out.masked_fill((conv_state_indices < 0)[:, None, None], 0.0)
     return out.squeeze(-1) if single else out
+
+
+def _write_states(states: Tensor, indices: Tensor, held: Tensor, after: Tensor) -> None:
+    """Put new states where the indices say, none for padding: padding writes what the first other one does, since how
+    many there are is not known without waiting for the GPU.
+    """
+    if indices.shape[0]:
+        counts = indices >= 0
+        rows = torch.arange(indices.shape[0], device=indices.device).where(counts, counts.int().argmax())
+        written = after.where(counts.any(), held)  # of padding alone state 0 stays
+        states.index_copy_(0, indices.clamp(min=0).long()[rows], written[rows])
 
 
 def _places(seqlens: Tensor, start: int, stop: int, ring: Tensor) -> Tensor:

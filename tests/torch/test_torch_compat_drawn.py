@@ -586,7 +586,7 @@ def convolutions(draw: Draw) -> None:
 def steps_of_convolutions(draw: Draw) -> None:
     batch, channels, width = draw.randrange(1, 4), draw.randrange(1, 9), draw.choice([2, 3, 4])
     length, single = width - 1 + draw.randrange(4), draw.random() < 0.5
-    new = 1 if single else draw.randrange(1, length + 1)
+    new = 1 if single else draw.randrange(1, length + 4)
     w, b, activation = (
         normal(draw, channels, width),
         maybe(draw, lambda: normal(draw, channels)),
@@ -595,6 +595,8 @@ def steps_of_convolutions(draw: Draw) -> None:
     chosen, ring = draw.random() < 0.5, draw.random() < 0.5
     every = normal(draw, batch + (2 if chosen else 0), channels, length)
     index = torch.tensor(draw.sample(range(len(every)), batch), dtype=torch.int32)
+    index[torch.tensor([chosen and draw.random() < 0.3 for _ in range(batch)])] = -1  # padding
+    counts = index >= 0
     held = every[index.long()] if chosen else every[:batch]
     x, seqlens = normal(draw, batch, channels, new), [draw.randrange(20) for _ in range(batch)]
     after, before = held.clone(), held[..., length - width + 1 :]
@@ -607,15 +609,19 @@ def steps_of_convolutions(draw: Draw) -> None:
                 after[i, :, (n + j) % length] = x[i, :, j]
     else:
         after = torch.cat([held, x], -1)[..., new:]
+    if chosen:
+        after = after[counts]
     state = every.clone()
     found = causal_conv1d.causal_conv1d_update(
         x[..., 0] if single else x, state, w, b, activation,
         torch.tensor(seqlens, dtype=torch.int32) if ring else None, index if chosen else None,
     )  # fmt: skip
     wanted = _convolved(*(t if t is None else t.double() for t in (x, w, b, before)), activation)
+    if chosen:
+        wanted = wanted * counts[:, None, None]
     torch.testing.assert_close(found.double(), wanted[..., 0] if single else wanted, **WIDE)
     expected = every.clone()
-    expected[index.long() if chosen else slice(batch)] = after
+    expected[index[counts].long() if chosen else slice(batch)] = after
     torch.testing.assert_close(state, expected)
     lengths, count = [draw.randrange(0, 6) for _ in range(draw.randrange(1, 4))], draw.randrange(1, 5)
     rows = normal(draw, sum(lengths), channels)
