@@ -295,7 +295,7 @@ def _is(kind: str, table: torch.Tensor) -> bool:
 
 def _version(table: torch.Tensor) -> int | None:
     """A number that changes with a table; None where torch counts no changes."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return version_of(table)
     return None if table.is_inference() else table._version
 

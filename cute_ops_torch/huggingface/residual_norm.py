@@ -93,7 +93,7 @@ def add(x: Tensor, residual: Tensor, norm: Any) -> Tensor:
 def attach(norm: Any, normed: Tensor, total: Tensor) -> Tensor:
     """A sum, with its norm attached."""
     made: Norm = type(norm)._cute_norm(norm)
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         total = total.view_as(total)  # Dynamo knows attributes of what a call returns, and not of what is in a tuple
     setattr(total, NORMED, (norm, made, _versions(made, total), normed))
     return total
@@ -107,7 +107,7 @@ def pop(norm: Any, total: Tensor) -> Tensor | None:
     if attached is None or attached[0] is not norm:
         if (signed := _read(total, SIGNED)) is not None:
             module, number, version = signed
-            if torch.compiler.is_compiling() or version == total._version:
+            if torch.compiler.is_dynamo_compiling() or version == total._version:
                 learn(norm, module, number)
         return None
     setattr(total, NORMED, None)
@@ -123,7 +123,7 @@ def _has_own_gradient(total: Tensor) -> bool:
     """Whether a sum's gradient is kept or given to hooks. That gradient must include the norm's part, so the norm has
     to be computed from the sum.
     """
-    return not torch.compiler.is_compiling() and bool(total.retains_grad or total._backward_hooks)
+    return not torch.compiler.is_dynamo_compiling() and bool(total.retains_grad or total._backward_hooks)
 
 
 def _read(total: Tensor, name: str) -> Any:
@@ -135,10 +135,12 @@ def _read(total: Tensor, name: str) -> Any:
 
 def _versions(made: Norm, total: Tensor) -> tuple[int, ...]:
     """Version counters of a norm's sum and parameters; in a trace they differ from all others, as graphs count anew."""
-    return torch.compiler.is_compiling(), *(version_of(t) for t in (total, made.weight, made.bias) if t is not None)
+    return torch.compiler.is_dynamo_compiling(), *(
+        version_of(t) for t in (total, made.weight, made.bias) if t is not None
+    )
 
 
 def sign(total: Tensor, module: nn.Module, number: int) -> None:
     """Write on a sum which add of which module has made it."""
-    version = None if torch.compiler.is_compiling() else total._version
+    version = None if torch.compiler.is_dynamo_compiling() else total._version
     setattr(total, SIGNED, (module, number, version))

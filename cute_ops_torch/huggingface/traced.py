@@ -41,7 +41,7 @@ _numbers: list[int] = []
 
 def version_of(x: torch.Tensor) -> int:
     """A number that changes when a tensor is written to."""
-    if not torch.compiler.is_compiling():
+    if not torch.compiler.is_dynamo_compiling():
         return x._version
     from torch._dynamo.comptime import comptime  # start-up time; torch.compile has imported it
 
@@ -114,7 +114,7 @@ def learn(norm: nn.Module, module: nn.Module, number: int) -> None:
 
     Dynamo guards on what a trace has read, so that nothing of it may change before its end.
     """
-    if not torch.compiler.is_compiling():
+    if not torch.compiler.is_dynamo_compiling():
         vars(module).setdefault(READERS, {})[number] = weakref.ref(norm)
         return
     from torch._dynamo.comptime import comptime
@@ -171,7 +171,7 @@ def settling(forward: Any) -> Any:
     @with_own_code
     @wraps(forward)
     def whole(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_dynamo_compiling():
             return _run(forward, self, args, kwargs)
         out = forward(self, *args, **kwargs)
         settle()
@@ -258,7 +258,7 @@ def reader_of(module: nn.Module, number: int) -> nn.Module | None:
     readers: Any = getattr(module, READERS)
     found = readers.get(number) if readers is not None else None
     norm = None if found is None else found()
-    if norm is None or torch.compiler.is_compiling():
+    if norm is None or torch.compiler.is_dynamo_compiling():
         return norm
     return None if _is_seen(module, number, norm) else norm
 

@@ -195,6 +195,17 @@ def test_a_graph_of_all_lengths() -> None:
         torch.testing.assert_close(compiled(**given).loss, model(**given).loss, rtol=2e-2, atol=0)
 
 
+def test_an_exported_model_keeps_its_ops() -> None:
+    """`torch.export` runs a model's code, without Dynamo."""
+    model, inputs = made(MODELS["Llama"])
+    cute_ops_torch.patch(model, logits=True)
+    program = torch.export.export(model, (), {**inputs, "use_cache": False})
+    torch.testing.assert_close(
+        program.module()(**inputs, use_cache=False).loss, model(**inputs).loss, rtol=2e-2, atol=0
+    )
+    assert {"cute.rmsnorm.default", "cute.rope.default"} <= {str(node.target) for node in program.graph.nodes}
+
+
 @pytest.mark.slow
 def test_a_graph_holds_as_many_logits_as_eager_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of the head's rows are larger behind gated MLPs, which leave memory to them in both: not those with an
