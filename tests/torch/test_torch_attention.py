@@ -147,6 +147,49 @@ def test_many_tiles_and_heads_on_a_gpu(causal: bool) -> None:
             assert (got[b].float().transpose(0, 1) - expected_).abs().max() < most
 
 
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize(
+    ("device", "most"), [("cpu", 8), pytest.param("cuda", 300, marks=[pytest.mark.gpu, pytest.mark.slow])]
+)
+def test_every_length(device: str, most: int, d: int) -> None:
+    """As many queries as keys, and other numbers of both, around each tile; some queries come before all keys."""
+    for n in range(1, most + 1):
+        for s, t in ((n, n), (n, 7 * n % most + 1)):
+            q, k, v = (
+                torch.randn(1, length, heads, d, device=device, dtype=torch.bfloat16, requires_grad=True)
+                for length, heads in ((s, 2), (t, 1), (t, 1))
+            )
+            out, _ = cute_ops_torch.attention(q, k, v, causal=True, deterministic=n % 2 == 0)
+            dout = torch.randn_like(out)
+            found = out, *torch.autograd.grad(out, (q, k, v), dout)
+            wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
+            scores = torch.einsum("bshd,btgd->bhst", wide[0], wide[1]) * d**-0.5
+            seen = torch.ones(s, t, dtype=torch.bool, device=device).tril(t - s)
+            weights = scores.masked_fill(~seen, -1e300).softmax(-1) * seen
+            right = torch.einsum("bhst,btgd->bshd", weights, wide[2])
+            grads = torch.autograd.grad(right, wide, dout.double())
+            for got, expected_ in zip(found, (right, *grads), strict=True):
+                assert (got - expected_).abs().max() <= 0.012 * max(expected_.abs().max().item(), 1), (s, t)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_more_than_two_to_the_31_elements() -> None:
+    batch = 2**31 // (128 * 8 * 64) + 3
+    if torch.cuda.mem_get_info()[0] < 40 << 30:
+        pytest.skip("40 GB of memory are not free")
+    q = torch.empty(batch, 128, 8, 64, device="cuda", dtype=torch.bfloat16).normal_().requires_grad_()
+    k, v = (torch.randn(batch, 128, 1, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+    out, _ = cute_ops_torch.attention(q, k, v, causal=True)
+    found = out, *torch.autograd.grad(out, (q, k, v), out.detach())
+    for b in (0, batch - 1):
+        one = [x.detach()[b : b + 1].clone().requires_grad_() for x in (q, k, v)]
+        alone, _ = cute_ops_torch.attention(*one, causal=True)
+        right = alone, *torch.autograd.grad(alone, one, alone.detach())
+        for got, expected_ in zip(found, right, strict=True):
+            torch.testing.assert_close(got[b : b + 1], expected_, rtol=0.02, atol=0.02)
+
+
 def test_the_definition_is_that_of_torch() -> None:
     q, k, v = (torch.randn(2, 33, 4, 32, dtype=torch.bfloat16) for _ in range(3))
     out, _ = cute_ops_torch.attention(q, k, v, causal=True)
