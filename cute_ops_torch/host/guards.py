@@ -59,8 +59,8 @@ def guarded(
     addresses = {name: t.data_ptr() for name, t in given.items()}
     # Dynamo's guard compares types first, then asks for strides: those of a nested tensor end the process. A call looks
     # its first input's shape up, which such a tensor does not have.
-    plain = [name for name, t in [*given.items()][1:] if type(t) is torch.Tensor]
-    same += [f"type({name}) is _tensor and not {name}.is_nested" for name in plain]
+    later = {name: type(t) for name, t in [*given.items()][1:]}
+    same += [f"type({name}) is _{kind.__name__} and not {name}.is_nested" for name, kind in later.items()]
     same += [f"_same({', '.join(given)})", *conditions]
     if not by_torch or any(address & 15 for address in addresses.values()):
         same.append(aligned(addresses))
@@ -69,7 +69,7 @@ def guarded(
     values = {"_same": guard.check, **numbers, **values}
     values |= {f"_given_{name}": named[name] for name in op.attrs}
     values |= {"_sign": copysign} if signs else {}
-    values |= {"_tensor": torch.Tensor} if plain else {}
+    values |= {f"_{kind.__name__}": kind for kind in later.values()}
     values |= {f"_type_{name}": type(named[name]) for name in op.scalars}
     make = codegen.maker(
         codegen.GUARDED, f"{op.name}.guarded", values, name=op.name, condition=" and ".join(same), **texts

@@ -322,7 +322,8 @@ def test_errors_come_through(make: Any, compiled: Any) -> None:
             call(x.long())
         with pytest.raises(TypeError, match="argument `weight` has dtype float64"):
             call(x, w.double())
-    for wrong in (torch.nested.nested_tensor([x[0], x[1]]), [1.0]):  # torch's guard would end the process
+    nested = torch.nested.nested_tensor([x[0], x[1]])
+    for wrong in (nested, [1.0]):  # torch's guard would end the process
         with pytest.raises(TypeError, match="argument `weight` must be one dense tensor, got"):
             made.function(x, wrong)
     for wrong in (3.0, [1.0], x.numpy()):
@@ -331,6 +332,9 @@ def test_errors_come_through(make: Any, compiled: Any) -> None:
     with pytest.raises(TypeError, match="argument `x` is required, but None was given"):
         made.function(None)
     assert len(compiled.calls) == 1
+    made.function(x, torch.nn.Parameter(w))
+    with pytest.raises(TypeError, match="argument `weight` must be one dense tensor, got a nested tensor"):
+        made.function(x, torch.nn.Parameter(nested))
 
 
 def test_zero_rows_launch_nothing(op: Op, make: Any, make_inputs: Callable[..., Any], compiled: Any) -> None:
