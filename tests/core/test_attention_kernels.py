@@ -45,6 +45,7 @@ CALLS = (
 FORWARD = (CALLS[0]._replace(attrs={**CALLS[0].attrs, "scale": 1.0}), CALLS[1])
 # Long heads leave room for one tile of keys, and of queries, in shared memory.
 ONE_STAGE = Call(1, 70, 140, 1, 1, 64, 256, "bfloat16", {}, False, False)
+TWO_PASSES = {"d": 48, "e": 48}  # heads whose deterministic gradients take two kernels
 LONG_HEADS = (
     Call(2, 150, 130, 2, 1, 192, 192, "bfloat16", {"causal": True, "left": 100}, False, False),
     Call(1, 77, 100, 2, 2, 256, 256, "bfloat16", {"softcap": 5.0}, False, False),
@@ -167,6 +168,7 @@ class Run:
         self, name: str, mmas: int, moved: Sequence[tuple[np.ndarray, int]], rows: Sequence[bytes],
         memory: Sequence[np.ndarray], ctas: int, of_rows: Sequence[tuple[np.ndarray, int]] = (),
         sums: np.ndarray | None = None, columns: Mapping[int, int] | None = None, parts: np.ndarray | None = None,
+        turns: np.ndarray | None = None,
     ) -> None:  # fmt: skip
         """Run the kernel of this name.
 
@@ -179,7 +181,8 @@ class Run:
             of_rows: numbers of rows, (batch, heads, seqlen), that TMA loads, and how many at once: after the first four
                 of ``moved``.
             sums: what TMA adds to, (batch, heads, seqlen, headdim), or threads do: then the first block of memory.
-            parts: sums of keys and values of each part of the heads that share them, the last block of memory.
+            parts: sums of keys and values of each part of the heads that share them, a block of memory behind these.
+            turns: of tiles of queries, (batch, heads, tiles), another one.
             columns: that TMA moves at once, by the place in ``moved``; where none are given the largest power of 2
                 that divides all, 64 at most.
         """
@@ -209,6 +212,9 @@ class Run:
             b, h, s, d = parts.shape
             memory = [*memory, parts]
             arguments.append(struct.pack("<Q4i3q", len(memory) << 32, s, d, h, b, d, s * d, h * s * d))
+        if turns is not None:
+            (b, h, s), memory = turns.shape, [*memory, turns]
+            arguments.append(struct.pack("<Q3q2q", len(memory) << 32, b, h, s, h * s, s))
         second = name not in ("AttentionFwd", "QueriesBackward", "LongHeads")
         ranges = [table for key, table in self.tables.items() if key.endswith("_2") == second]
         arguments += [*rows, *self.sizes, *self.read, *ranges, *self.offsets]
@@ -335,7 +341,7 @@ def test_gradients_with_functions_that_read_arrays(number: int, tmp_path: Path) 
 
 
 def _check_gradients(call: Call, functions: Functions, folder: Path) -> None:
-    call = call._replace(attrs={**call.attrs, "deterministic": True})
+    call = call._replace(attrs={**call.attrs, "deterministic": True}, **(TWO_PASSES if call.d == call.e else {}))
     run, (q, k, v) = Run(attention_bwd, call, folder, functions), halves(*arrays(call, 0))
     dout, lse, delta, right = with_cotangents(call, (q, k, v), functions)
     config, rows, memory = dict(run.variant.settings), [run.rows(1), run.rows(2)], [lse, delta]
@@ -353,6 +359,17 @@ def _check_gradients(call: Call, functions: Functions, folder: Path) -> None:
 @pytest.mark.parametrize("call", ONE_PASS, ids=lambda call: call.name)
 def test_gradients_in_one_pass(call: Call, tmp_path: Path) -> None:
     _check_one_pass(call, NO_FUNCTIONS, tmp_path)
+
+
+@pytest.mark.drawn(0.25)
+@pytest.mark.slow
+@products.emulated
+@pytest.mark.parametrize("number", range(4))
+def test_gradients_in_turns(number: int, tmp_path: Path) -> None:
+    """Deterministic: each block of keys adds to a tile of queries once the block behind it has."""
+    causal = ONE_PASS[2]._replace(s=300, t=300, d=128, e=128, attrs={"causal": True})
+    call, functions = modded(0) if number == 3 else ((CALLS[0], ONE_PASS[1], causal)[number], NO_FUNCTIONS)
+    _check_one_pass(call._replace(attrs={**call.attrs, "deterministic": True}), functions, tmp_path)
 
 
 @pytest.mark.drawn(0.4)
@@ -391,7 +408,12 @@ def _check_one_pass(call: Call, functions: Functions, folder: Path) -> None:
     of_rows = [(logs, tile), (delta, tile)]
     ctas, count = -(-call.t // 128) * call.g * call.batch, min(call.h // call.g, 2)
     parts = np.full((2 * count * call.batch, call.g, -(-call.t // 128) * 128, call.d), np.nan, np.float32)
-    run(one_pass_of(call), 6, moved, [], [], ctas * count, of_rows, sums, {1: columns_of_keys(call)}, parts)
+    turns = np.zeros((*logs.shape[:2], logs.shape[2] // tile), np.int32) if call.attrs.get("deterministic") else None
+    run(one_pass_of(call), 6, moved, [], [], ctas * count, of_rows, sums, {1: columns_of_keys(call)}, parts, turns)
+    if turns is not None and "left" not in call.attrs and not functions.mask:
+        # The first block of keys was the last one to add, but to tiles of queries before all keys.
+        before = max(call.s - call.t, 0) if call.attrs.get("causal") else 0
+        assert (turns[:, :, before // tile : -(-call.s // tile)] == 1).all()
     if count > 1:
         halves_of = by_tiles(parts, 128).reshape(count, 2, call.batch, *parts.shape[1:])[..., : call.t, :].sum(0)
         dk, dv = (x.transpose(0, 2, 1, 3) for x in halves_of)
@@ -434,7 +456,7 @@ def columns_of_keys(call: Call) -> int:
 
 def one_pass_of(call: Call) -> str:
     """The kernel of gradients in one pass."""
-    return "ShortHeads" if call.d <= 64 else "OnePass"
+    return "ShortHeads" if call.d <= 64 and not call.attrs.get("deterministic") else "OnePass"
 
 
 def by_rows(sums: np.ndarray) -> np.ndarray:

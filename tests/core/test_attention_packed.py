@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import re
 import struct
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ import pytest
 from cute_ops import mods
 from cute_ops.kernels.attention.config import AttentionBackwardConfig, AttentionConfig
 from cute_ops.ops.attention.attention import attention_packed, attention_packed_bwd
-from tests.core.test_attention_kernels import Run, halves, one_pass_of
+from tests.core.test_attention_kernels import TWO_PASSES, Run, halves, one_pass_of
 from tests.emulator import products, ptx_cta
 from tests.ops.attention_calls import NO_FUNCTIONS, Call, Functions, arrays, expected
 
@@ -41,11 +43,12 @@ def slots_of(starts: np.ndarray, tokens: int, tile: int) -> np.ndarray:
 class Case:
     """A call, its arrays, and what is right of each sequence."""
 
-    def __init__(self, number: int, functions: Functions = NO_FUNCTIONS) -> None:
+    def __init__(self, number: int, functions: Functions = NO_FUNCTIONS, **attrs: Any) -> None:
         self.lengths, self.functions = LENGTHS[number], functions
         self.offsets = [np.cumsum([0, *each], dtype=np.int32) for each in zip(*self.lengths, strict=True)]
         s, t = (int(each[-1]) + REST for each in self.offsets)
-        self.call = CALLS[number]._replace(s=s, t=t)
+        self.call = CALLS[number]._replace(s=s, t=t, **{n: x for n, x in attrs.items() if n in "de"})
+        self.call = self.call._replace(attrs={**self.call.attrs, **{n: x for n, x in attrs.items() if n not in "de"}})
         rng, (self.q, self.k, self.v) = np.random.default_rng(number), halves(*arrays(self.call, number))
         (self.dout,) = halves(rng.standard_normal((*self.q.shape[:-1], self.call.e)))
         self.dlse = rng.standard_normal((1, self.call.h, s)).astype(np.float32)
@@ -98,13 +101,14 @@ def document(xp, batch, head, q, k, document):
     return xp.logical_and(k <= q, mods.documents(xp, batch, head, q, k, document))
 
 
-def with_documents(number: int) -> Case:
+def with_documents(number: int, **attrs: Any) -> Case:
     longest = max(max(pair) for pair in LENGTHS[number])
     places = np.random.default_rng(0).random((len(LENGTHS[number]), longest)) < 0.03
-    return Case(number, Functions(mask=document, captured={"document": np.cumsum(places, axis=1).astype(np.int32)}))
+    functions = Functions(mask=document, captured={"document": np.cumsum(places, axis=1).astype(np.int32)})
+    return Case(number, functions, **attrs)
 
 
-CASES = {"window": lambda: Case(0), "softcap": lambda: Case(1), "documents": lambda: with_documents(0)}
+CASES = {"window": partial(Case, 0), "softcap": partial(Case, 1), "documents": partial(with_documents, 0)}
 
 
 @pytest.mark.drawn(0.4)
@@ -128,8 +132,8 @@ def test_results(which: str, tmp_path: Path) -> None:
 @products.emulated
 @pytest.mark.parametrize("which", [*CASES, "one stage"])
 def test_gradients(which: str, tmp_path: Path) -> None:
-    case = Case(2) if which == "one stage" else CASES[which]()
-    call = case.call._replace(attrs={**case.call.attrs, "deterministic": True})
+    case = Case(2, deterministic=True) if which == "one stage" else CASES[which](deterministic=True, **TWO_PASSES)
+    call = case.call
     run = Run(attention_packed_bwd, call, tmp_path, case.functions, case.offsets)
     out, lse = case.results()
     memory = [lse, case.deltas(out)]
@@ -153,9 +157,9 @@ def test_gradients(which: str, tmp_path: Path) -> None:
 @pytest.mark.drawn(0.4)
 @pytest.mark.slow
 @products.emulated
-@pytest.mark.parametrize("which", CASES)
-def test_gradients_in_one_pass(which: str, tmp_path: Path) -> None:
-    case = CASES[which]()
+@pytest.mark.parametrize(("which", "in_turns"), [*((x, False) for x in CASES), ("documents", True), ("softcap", True)])
+def test_gradients_in_one_pass(which: str, in_turns: bool, tmp_path: Path) -> None:
+    case = CASES[which](deterministic=in_turns)
     call, (out, lse) = case.call, case.results()
     run = Run(attention_packed_bwd, call, tmp_path, case.functions, case.offsets)
     tile, n = AttentionBackwardConfig.of(run.variant.config).tile_q, len(case.lengths)
@@ -187,13 +191,17 @@ def test_gradients_in_one_pass(which: str, tmp_path: Path) -> None:
     )
     arguments = [heads(1, out), heads(2, case.dout), run.rows(3), run.rows(7), of_tiles(4), of_tiles(5), of_sums]
     memory = [out, case.dout, lse, delta, logs, sums, case.dlse]
+    turns = np.full((1, call.h, length // tile), -1, np.int32) if in_turns else None
+    if turns is not None:
+        memory.append(turns)
+        arguments.append(struct.pack("<Q3q2q", 8 << 32, *turns.shape, turns.size, turns.shape[2]))
     around("_delta_cute", memory, arguments, call.h * length * 2 ** (call.e // 8 - 1).bit_length())
     moved = [(case.q, tile), (case.k, 128), (case.v, 128), (case.dout, tile), (dk, 64), (dv, 64)]
     of_rows = [(logs, tile), (delta, tile)]
     count, keys = min(call.h // call.g, 2), (call.t // 128 + n + 1) * 128
     parts = np.full((2 * count, call.g, keys, call.d), np.nan, np.float32)
     ctas = keys // 128 * call.g * count
-    run(one_pass_of(call), 6, moved, [], [], ctas, of_rows, sums, {1: call.d // 2}, parts)
+    run(one_pass_of(call), 6, moved, [], [], ctas, of_rows, sums, {1: call.d // 2}, parts, turns)
     of_sums = struct.pack("<Q", 1 << 32) + of_sums[8:]
     around("_round_cute.*(OnePass|ShortHeads)", [sums, dq], [of_sums, heads(2, dq)], call.h * length * call.d // 8)
     if count > 1:

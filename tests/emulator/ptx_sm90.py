@@ -357,7 +357,8 @@ class Warp(ptx_cta.Cta):
             within = (size * np.array(parts or [0])[:, None] + np.arange(size)).ravel()
             for block in {*(address[now] >> 32).tolist()}:
                 here = now & (address >> 32 == block)
-                self.watched((address[here] & 0xFFFFFFFF)[:, None] + within, here, Access(block, op[0] == "st"))
+                known = Access(block, op[0] == "st", atomic=not {"acquire", "release"}.isdisjoint(op))
+                self.watched((address[here] & 0xFFFFFFFF)[:, None] + within, here, known)
         super().access(op, operands, now)
         if self.cta.traces and op[0] == "st" and len({*address[now].tolist()}) < now.sum():
             self.agreed(data, address, size, now)

@@ -43,7 +43,8 @@ class AttentionBackward:
         scale = variant.attrs["scale"] or dims["d"] ** -0.5
         self.mods = mods = Mods(scale, config.score, config.mask, config.bounds, config.dscore)
         own = config, dims["d"], dims["e"], mods, scale
-        one_pass = ShortHeadsBackward if max(dims["d"], dims["e"]) <= MMA_M else OnePassBackward
+        short = max(dims["d"], dims["e"]) <= MMA_M and not variant.attrs["deterministic"]
+        one_pass = ShortHeadsBackward if short else OnePassBackward
         of_queries, of_keys = QueriesBackward, KeysBackward
         if config.warps:
             one_pass, of_queries, of_keys = OnePassBackwardSm80, QueriesBackwardSm80, KeysBackwardSm80
@@ -57,7 +58,7 @@ class AttentionBackward:
     @cute.jit
     def __call__(self, mQ, mK, mV, *others):
         offsets, (mOut, mLse, mDout, *others) = offsets_of(others, self.packed)
-        *captured, mDlse, mSinks, mDq, mDk, mDv, mDsinks, mDelta, mLogs, mSums, mParts = others[:-5]
+        *captured, mDlse, mSinks, mDq, mDk, mDv, mDsinks, mDelta, mLogs, mSums, mParts, mTurns = others[:-5]
         *tables, stream = others[-5:]
         mQ, mK, mV, mOut, mDout, mDq, mDk, mDv = (view(m) for m in (mQ, mK, mV, mOut, mDout, mDq, mDk, mDv))
         mLse, mDelta = (folded(m, own=2) for m in (mLse, mDelta))
@@ -69,7 +70,8 @@ class AttentionBackward:
         first, second = (sizes_of(mQ, mK, captured, tuple(each), offsets) for each in (tables[:2], tables[2:]))
         packed = tuple(second) if const_expr(self.packed and self.one_pass is not None) else None
         rows = Int64(cute.size(mDelta))
-        self.delta((mOut, mDout), (mLse, mDlse), mDelta, mLogs, mSums, packed).launch(
+        mTurns = None if const_expr(mTurns is None) else folded(mTurns, own=2)
+        self.delta((mOut, mDout), (mLse, mDlse), (mDelta, mLogs), (mSums, mTurns), packed).launch(
             grid=[Int32((rows * self.lanes + (WARP * WARPS - 1)) // (WARP * WARPS)), 1, 1],
             block=[WARP * WARPS, 1, 1],
             stream=stream,
@@ -82,7 +84,7 @@ class AttentionBackward:
         inputs = mQ, mK, mV, mDout
         if const_expr(self.one_pass is not None):
             Ranges(self.one_pass.tiles).launch(second, stream)
-            parts = () if const_expr(mParts is None) else (mParts,)
+            parts = () if const_expr(mParts is None) else (mParts, mTurns)
             self.one_pass.launch(inputs, (mLogs, mDelta), (mDk, mDv), mSums, *parts, second, stream)
             self.one_pass.finish(mSums, (mDq,), packed, stream)
             if const_expr(mParts is not None):
@@ -106,12 +108,12 @@ class AttentionBackward:
             self.one_pass.of_keys.finish(mParts, outs, packed, stream, parts)
 
     @cute.kernel
-    def delta(self, mOuts, of_rows, mDelta, mLogs, mSums, packed):
+    def delta(self, mOuts, of_rows, found, begun, packed):
         """Neighbouring lanes of a warp have a row of a head. In one pass there are rows without a query, whose weights
-        are 0; the row's log-sum-exp of base 2 is kept, and sums of dq begin with 0. ``packed``: sizes, where rows are
-        those of the tiles of packed sequences.
+        are 0; the row's log-sum-exp of base 2 is kept, and sums of dq and turns begin with 0. ``packed``: sizes, where
+        rows are those of the tiles of packed sequences.
         """
-        mLse, mDlse = of_rows
+        (mLse, mDlse), (mDelta, mLogs), (mSums, mTurns) = of_rows, found, begun
         seqlen, heads, seqlen_q = Int32(mDelta.shape[2]), Int32(mDelta.shape[1]), Int32(mLse.shape[2])
         thread = Int64(cute.arch.block_idx()[0]) * (WARP * WARPS) + cute.arch.thread_idx()[0]
         index, lane = thread // self.lanes, cute.arch.lane_idx() % self.lanes
@@ -146,6 +148,11 @@ class AttentionBackward:
             for i in cutlass.range(Int32((vectors + step - 1) // step), unroll=1):
                 vector = start + i * step
                 store_if(vector < vectors, zeros, mSums.iterator.toint() + vector * (4 * Float32.width // 8))
+        if const_expr(mTurns is not None):
+            # Fewer than threads: one of each tile of queries of a head.
+            turn = Int64(cute.arch.block_idx()[0]) * (WARP * WARPS) + cute.arch.thread_idx()[0]
+            zero = fragment(Int32, 1, 0)
+            store_if(turn < cute.size(mTurns), zero, mTurns.iterator.toint() + turn * (Int32.width // 8))
 
     @cute.kernel
     def sinks(self, mSinks, mLse, mDelta, mDsinks, packed):

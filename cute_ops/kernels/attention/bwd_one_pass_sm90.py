@@ -27,6 +27,7 @@ from cute_ops.kernels.attention.tiles import (
     Moved,
     Sizes,
     Tile,
+    address_of,
     partition,
     place_of,
     ring,
@@ -44,19 +45,23 @@ class OnePassBackward(SumsOfTiles, KeysBackward):
 
     Tile: a CTA has 128 keys of one head, as :class:`KeysBackward`. It computes the scores of a tile of queries, writes
     ``ds`` to shared memory and multiplies it with its keys; TMA adds the product to float32 sums in memory, in the
-    order in which CTAs come: dq is not deterministic. Five products a tile, where two kernels compute seven. Where the
-    heads that share keys are split, so that all SMs have work to the end, each CTA writes its part of dk and dv in
-    float32, and a kernel adds them in their order.
+    order in which CTAs come, so that dq is not deterministic, or in turns. Five products a tile, where two kernels
+    compute seven. Where the heads that share keys are split, so that all SMs have work to the end, each CTA writes its
+    part of dk and dv in float32, and a kernel adds them in their order.
     Shared memory: as :class:`KeysBackward`, and ``tile_q x 128`` of ``ds``, ``tile_q x d`` in float32.
     Bytes moved per element: as :class:`KeysBackward`; the sums of dq are read and written by L2 once for each tile of
     keys, and once more to zero and to round them.
 
     Attributes:
-        keeps: whether keys and values stay in registers as first operands.
         tiles_of_ds: in shared memory.
     """
 
-    sharing, keeps, tiles_of_ds = KeysBackward.consumers, False, 1
+    sharing, tiles_of_ds = KeysBackward.consumers, 1
+
+    @property
+    def keeps(self):
+        """Whether keys and values stay in registers as first operands."""
+        return max(self.d, self.dv) <= MMA_M
 
     @property
     def reads_early(self):
@@ -74,7 +79,7 @@ class OnePassBackward(SumsOfTiles, KeysBackward):
 
     @cute.jit
     def launch(
-        self, inputs: cutlass.Constexpr, rows: cutlass.Constexpr, gradients: cutlass.Constexpr, mSums, mParts,
+        self, inputs: cutlass.Constexpr, rows: cutlass.Constexpr, gradients: cutlass.Constexpr, mSums, mParts, mTurns,
         sizes: cutlass.Constexpr, stream,
     ):  # fmt: skip
         mQ, *_ = inputs
@@ -108,7 +113,7 @@ class OnePassBackward(SumsOfTiles, KeysBackward):
         shape_ds = (self.tile_q, 0, self.tile_k) if self.by_queries else (self.tile_k, 0, self.tile_q)
         of_ds = hopper.make_smem_layout_a(row, shape_ds, dtype, self.tiles_of_ds)
         mmas = mma_s, mma_s, mma_dk, mma_dv, mma_dq, mma_dq
-        self.kernel(mmas, (moved, layouts), of_ds, self._added(mSums), mParts, tuple(sizes)).launch(
+        self.kernel(mmas, (moved, layouts), of_ds, self._added(mSums), (mParts, mTurns), tuple(sizes)).launch(
             grid=[self._ctas(sizes) * self.parts(mParts, sizes), 1, 1],
             block=[WARPGROUP * (1 + self.consumers), 1, 1],
             stream=stream,
@@ -124,13 +129,13 @@ class OnePassBackward(SumsOfTiles, KeysBackward):
         batches = Int32(1) if const_expr(sizes.offsets is not None) else sizes.batches
         return cutlass.max(Int32(mParts.shape[3]) // cutlass.max(2 * batches, 1), 1)
 
-    def _tile_and_part(self, mParts, sizes):
+    def _tile_and_part(self, mParts, in_turns, sizes):
         """The block of keys of a CTA, and the sizes of its sequence; their ``part`` is the number of its part of the
         heads, and how many parts there are.
         """
         parts, index = self.parts(mParts, sizes), cute.arch.block_idx()[0]
         number = index // parts
-        keys, own = self.tiles.keys_at(number, sizes, (self.d + self.dv) * self.dtype.width // 8)
+        keys, own = self.tiles.keys_at(number, sizes, (self.d + self.dv) * self.dtype.width // 8, in_turns)
         return keys, own._replace(part=(index - number * parts, parts))
 
     def _heads(self, sizes):
@@ -163,9 +168,9 @@ class OnePassBackward(SumsOfTiles, KeysBackward):
         return cute.tile_to_shape(atom, (self.tile_k, self.d, 1), order=(0, 1, 2))
 
     @cute.kernel
-    def kernel(self, mmas, moved, of_ds, added, mParts, sizes):
+    def kernel(self, mmas, moved, of_ds, added, more, sizes):
         mma_first, mma_s, mma_dk, mma_dv, mma_new, mma_dq = mmas
-        (moved, layouts), sizes = moved, Sizes(*sizes)
+        (moved, layouts), (mParts, mTurns), sizes = moved, more, Sizes(*sizes)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem, dtype = cutlass.utils.SmemAllocator(), self.dtype
         held = [slots(smem, dtype, layout) for layout in layouts[:4]]
@@ -176,17 +181,20 @@ class OnePassBackward(SumsOfTiles, KeysBackward):
         moved = [Moved(tma, m, s) for (tma, m), s in zip(moved, held)]
         sDs, sums = slots(smem, dtype, of_ds), self._place_of_sums(added, smem)
         stages = self.stages, 1, 1, self.stages
-        more = self.tile_q * Float32.width // 8, 0, 0, self.tile_q * Float32.width // 8
-        rings = [ring(smem, dtype, layout, count, more=bytes) for layout, count, bytes in zip(layouts, stages, more)]
+        of_rows = self.tile_q * Float32.width // 8
+        rings = [
+            ring(smem, dtype, layout, count, more=bytes)
+            for layout, count, bytes in zip(layouts, stages, (of_rows, 0, 0, of_rows))
+        ]
         pipeline_init_arrive(cute.make_layout((1, 1, 1)), is_relaxed=True)
         pipeline_init_wait(cute.make_layout((1, 1, 1)))
-        keys, sizes = self._tile_and_part(mParts, sizes)
+        keys, sizes = self._tile_and_part(mParts, mTurns is not None, sizes)
         if warp < WARPGROUP // WARP:
             cute.arch.setmaxregister_decrease(REGISTERS[self.consumers].load)
             if warp == 0:
                 self._load(rings, moved, keys, sizes)
             if warp == 1:
-                self._add(sums, keys, sizes)
+                self._add(sums, mTurns, keys, sizes)
         else:
             cute.arch.setmaxregister_increase(REGISTERS[self.consumers].multiply)
             for mma in (mma_first, mma_new):
@@ -206,10 +214,13 @@ class OnePassBackward(SumsOfTiles, KeysBackward):
         return tile.batch if sizes.offsets is None else 0
 
     @cute.jit
-    def _add(self, sums: cutlass.Constexpr, keys: cutlass.Constexpr, sizes: cutlass.Constexpr):
-        """Add each tile's part of dq to the sums in memory."""
+    def _add(self, sums: cutlass.Constexpr, mTurns, keys: cutlass.Constexpr, sizes: cutlass.Constexpr):
+        """Add each tile's part of dq to the sums in memory; in turns from the last block of keys to the first one, so
+        that a CTA waits for one that began before it.
+        """
         threads = self.consumers * WARPGROUP + WARP
         begin, heads = self._heads(sizes)
+        turn = Int64(0)
         for i in cutlass.range(heads, unroll=1):
             tile = Tile(keys.block, keys.head * sizes.heads_per_kv + begin + i, keys.batch)
             tDsD, tDgD = partition(sums, (self.tile_q, self.d), (None, 0, tile.head, self._batch(tile, sizes)))
@@ -218,9 +229,16 @@ class OnePassBackward(SumsOfTiles, KeysBackward):
                 if self.tiles.some(tile, sizes, queries, tile.block):
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
                     cute.arch.barrier_arrive(barrier_id=EMPTY, number_of_threads=threads)
+                    if const_expr(mTurns is not None):
+                        end_turn(turn, tile.block)
+                        place = self._batch(tile, sizes), tile.head, sizes.first_slots[0] + queries
+                        turn = address_of(mTurns, place)
+                        wait_for_turn(turn, self.tiles.block_behind(tile, sizes, queries))
                     cute.arch.barrier(barrier_id=FULL, number_of_threads=threads)
                     cute.copy(sums.tma, tDsD, tDgD[None, sizes.first_slots[0] + queries])
                     cute.arch.cp_async_bulk_commit_group()
+        if const_expr(mTurns is not None):
+            end_turn(turn, keys.block)
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
@@ -383,4 +401,28 @@ def by_query(m):
     strides = [cute.assume(Int64(stride), divby=4) for stride in m.stride[:2]]
     return cute.make_tensor(
         m.iterator, cute.make_layout((seqlen, 1, heads, batches), stride=(1, 1, strides[1], strides[0]))
+    )
+
+
+@cute.jit
+def wait_for_turn(address: Int64, block: Int32):
+    """Wait until a block of keys has added its part to a tile of queries; ``block``: -1 if there is none."""
+    last = Int32(-1)
+    while last != block:
+        last = cute.arch.make_warp_uniform(turn_at(address)) - 1
+
+
+@cute.jit
+def end_turn(address: Int64, block: Int32):
+    """Write a block's number once all that its warp added is in memory; ``address``: 0 if that is nothing."""
+    cute.arch.cp_async_bulk_wait_group(0)
+    cute.arch.sync_warp()
+    if address != 0:
+        with cute.arch.elect_one():
+            cute.arch.inline_ptx("st.release.gpu.global.s32 [{$r0}], {$r1};", read_only_args=[address, block + 1])
+
+
+def turn_at(address):
+    return cute.arch.inline_ptx(
+        "ld.acquire.gpu.global.s32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address]
     )

@@ -18,8 +18,6 @@ class ShortHeadsBackward(OnePassBackward):
     Shared memory: as :class:`OnePassBackward`, with a tile of ``ds`` for each stage and none of dq.
     """
 
-    keeps = True
-
     @property
     def tiles_of_ds(self):
         return self.stages
@@ -30,7 +28,7 @@ class ShortHeadsBackward(OnePassBackward):
     def _place_of_sums(self, added, smem):
         return added
 
-    def _add(self, sums, keys, sizes):
+    def _add(self, sums, mTurns, keys, sizes):
         """No warp adds."""
 
     def _adder(self, sums, tidx):

@@ -315,16 +315,18 @@ class Tiles:
         together = Int32(cutlass.max(Int64(CACHED_BYTES) // cutlass.max(of_head, 1), 1)) * sizes.heads_per_kv
         return cutlass.min(together, sizes.heads * self.blocks(sizes, 0)[1])
 
-    def keys_at(self, index, sizes, bytes_of_query):
+    def keys_at(self, index, sizes, bytes_of_query, in_turns=False):
         """The block of keys with an index, of a head of k, and the sizes of its sequence: under a causal mask the first
-        ones have most queries. ``bytes_of_query``: of a query and its cotangent.
+        ones have most queries, or fewest where blocks add in turns, so that none waits for long. ``bytes_of_query``: of
+        a query and its cotangent.
         """
         of_head = Int64(sizes.seqlen_q) * sizes.heads_per_kv * bytes_of_query
         together = Int32(cutlass.max(Int64(CACHED_BYTES) // of_head, 1))
         (blocks, batches), kv_heads = self.blocks(sizes, 1), sizes.heads // sizes.heads_per_kv
         block, head = self.walk(index, blocks, kv_heads * batches, together)
         batch = head // kv_heads
-        return self.placed(blocks - 1 - block, head - batch * kv_heads, batch, sizes, 1)
+        block = block if in_turns else blocks - 1 - block
+        return self.placed(block, head - batch * kv_heads, batch, sizes, 1)
 
     def placed(self, block, head, batch, sizes, axis):
         """The tile of a block of queries, 0, or of keys, 1, and the sizes of its sequence. An empty block has nothing
@@ -402,6 +404,19 @@ class Tiles:
         """The first and the last tile of queries of a block of keys; first > last if there is none."""
         count = cute.ceil_div(sizes.seqlen_q, self.tile_q)
         return self._ends(count, lambda queries: self.some(tile, sizes, queries, tile.block))
+
+    @cute.jit
+    def block_behind(self, tile: cutlass.Constexpr, sizes: cutlass.Constexpr, queries: Int32):
+        """The first block of keys behind one of which the mask lets scores of a tile of queries pass; -1 if none is."""
+        count, found, base = cute.ceil_div(sizes.seqlen_k, self.tile_k), Int32(-1), tile.block + 1
+        while (found < 0) & (base < count):
+            index = base + cute.arch.lane_idx()
+            some = self.some(tile, sizes, queries, cutlass.min(index, count - 1))
+            seen = cute.arch.vote_ballot_sync((index < count) & some)
+            if seen != 0:
+                found = base + cute.arch.popc((seen & -seen) - 1)
+            base += WARP
+        return cute.arch.make_warp_uniform(found)
 
     @cute.jit
     def _ends(self, count, some: cutlass.Constexpr):

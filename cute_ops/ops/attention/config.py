@@ -126,7 +126,7 @@ def attention_bwd(own: mods.Own, problem: Problem) -> AttentionBackwardConfig:
             for name, warps, tile, stages in choices
         )
         return _that_fits(configs, problem)
-    if one_pass and d == e and size in ONE_PASS:
+    if d == e and size in ONE_PASS:
         return AttentionBackwardConfig(*tiles[:2], *ONE_PASS[size], "keys", 0, *changes)
     if one_pass and size > max(ONE_PASS) and not (d % COLUMNS or e % COLUMNS):
         of_queries = _of_size(ONE_PASS_OF_QUERIES, problem)
@@ -188,13 +188,15 @@ def workspace_bwd(own: mods.Own, problem: Problem, config: Config) -> dict[str, 
     reads, over the tiles of each kernel.
     """
     dims, chosen = problem.dims, AttentionBackwardConfig.of(config)
-    rows, length, sums, of_parts = (problem.m, dims["g"] * dims["r"]), dims["s"], None, None
+    rows, length, sums, of_parts, turns = (problem.m, dims["g"] * dims["r"]), dims["s"], None, None, None
     if chosen.one_pass == "keys":
         tile = chosen.tile_q if _is_packed(problem) else chosen.block
         length = _blocks(problem, "s", tile) * tile
         sums = Array((*rows, length, dims["d"]), "float32")
         if not chosen.warps:
             of_parts = _parts_of_keys(own, problem, chosen)
+        if problem.attrs["deterministic"]:
+            turns = Array((*rows, length // chosen.tile_q), "int32")
     elif chosen.one_pass == "queries":
         keys = _blocks(problem, "t", chosen.tile_k) * chosen.tile_k
         sums = Array((2 * problem.m, dims["g"], keys, _headdim(problem)), "float32")
@@ -203,6 +205,7 @@ def workspace_bwd(own: mods.Own, problem: Problem, config: Config) -> dict[str, 
     second = _tables(own, problem, {"queries": chosen.tile_q, "keys": chosen.block})
     return {
         "delta": of_rows, "logs": of_rows if chosen.one_pass == "keys" else None, "sums": sums, "parts": of_parts,
+        "turns": turns,
         **(dict.fromkeys(first) if chosen.one_pass == "keys" else first),
         **{f"{name}_2": None if chosen.one_pass == "queries" else table for name, table in second.items()},
     }  # fmt: skip
@@ -230,7 +233,10 @@ def _parts_of_keys(own: mods.Own, problem: Problem, config: AttentionBackwardCon
     def time(parts: int) -> float:
         longest = -(-dims["r"] // parts) * -(-seen // config.tile_q)
         of_cta = START_OF_KEYS + (WRITTEN_PART if parts > 1 else 0)
-        return _end_of_blocks(parts, longest, of_cta, (blocks, falls), heads, together=together, slots=slots)
+        return _end_of_blocks(
+            parts, longest, of_cta, (blocks, falls), heads, together=together, slots=slots,
+            rises=problem.attrs["deterministic"],
+        )  # fmt: skip
 
     most, parts = min(dims["r"], MOST_WAVES * slots // max(blocks * heads, 1)), 1
     if most > 1:
@@ -242,7 +248,8 @@ def _parts_of_keys(own: mods.Own, problem: Problem, config: AttentionBackwardCon
 
 @lru_cache(1024)
 def _end_of_blocks(
-    parts: int, longest: int, of_cta: int, blocks: tuple[int, int], heads: int, *, together: int, slots: int
+    parts: int, longest: int, of_cta: int, blocks: tuple[int, int], heads: int, *, together: int, slots: int,
+    rises: bool,
 ) -> float:  # fmt: skip
     """When the last CTA of blocks of keys ends, as tiles of queries: the next one starts where one has ended.
 
@@ -254,11 +261,13 @@ def _end_of_blocks(
         heads: of all batches.
         together: heads whose blocks are taken before those of others.
         slots: CTAs that run at a time.
+        rises: whether tiles rise from none to all instead.
     """
     ends, (count, falls) = [0.0] * slots, blocks
     for first in range(0, heads, together):
         for block in range(count):
             share = 1 - block % falls / falls if falls else 1.0
+            share = 1 + 1 / falls - share if rises and falls else share
             for _ in range(min(together, heads - first) * parts):
                 heapreplace(ends, ends[0] + longest * share + of_cta)
     return max(ends)
