@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import zlib
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from cute_ops.calls.lookup import ours
 from cute_ops.declaration.case import Case
 from cute_ops.declaration.op import Op
 from cute_ops.jit.layout import Memory, compact
+from cute_ops.kernels.gemm.config import GemmConfig
 from cute_ops.testing import kernel_calls
 from cute_ops.testing.kernel_calls import Call
 from tests.emulator import device, products
@@ -44,7 +46,47 @@ def of_rows(name: str, rows: int, n: int, **sizes: int) -> Call:
     return kernel_calls.made(ours()[name], rows, n, "bfloat16", "compact", np.random.default_rng(0), **sizes)
 
 
-@pytest.mark.drawn(0.02)
+def in_clusters(m: int, n: int, k: int, **shared: int) -> Call:
+    config = GemmConfig("cooperative", tile_m=128, tile_n=128, stages=3, clusters=1, **shared)
+    return of_case("linear", m=(m,), n=n, k=k)._replace(tile=config.flat())
+
+
+def of_numbers(call: Call, dtype: str, **given: Sequence[int]) -> Call:
+    """A call with these integers."""
+    return call._replace(arrays={**call.arrays, **{name: np.array(each, dtype) for name, each in given.items()}})
+
+
+def of_packed_sequences(*lengths: int) -> Call:
+    sizes = {"s": sum(lengths), "t": sum(lengths), "b": len(lengths), "g": 1, "r": 2, "d": 64, "e": 64}
+    offsets = np.cumsum([0, *lengths])
+    call = of_case("attention_packed_bwd", **sizes)
+    return of_numbers(call, "int32", cu_seqlens_q=offsets, cu_seqlens_k=offsets)
+
+
+# Kernels whose calls are not drawn.
+OTHERS = {
+    "append_kv": lambda: of_numbers(
+        of_case("append_kv", m=(5,), p=3, s=4, h=2, d=72, e=72), "int64", slots=[7, -1, 0, 11, 12]
+    ),
+    "attention_packed_bwd": lambda: of_packed_sequences(0, 37, 5),
+    "linear, rows shared": lambda: in_clusters(200, 200, 136, cluster_m=2),
+    "linear, columns shared": lambda: in_clusters(200, 300, 136, cluster_n=2),
+    "linear, terms shared": lambda: in_clusters(130, 128, 320, cluster_k=2),
+    "mla_decode": lambda: of_numbers(of_case("mla_decode", b=2, s=1, h=16, d=576, p=2, c=70), "int32", lengths=[70, 9]),
+}
+
+
+@pytest.mark.drawn(0.02, among="watched kernels")
+@pytest.mark.slow
+@products.emulated
+@pytest.mark.parametrize("call", OTHERS.values(), ids=OTHERS)
+def test_other_calls(call: Callable[[], Call], tmp_path: Path) -> None:
+    """Twice, as below: nothing is found, and the bits are the same."""
+    first, second = (device.run(call(), tmp_path, seed) for seed in (0, 1))
+    assert [a is None or a.tobytes() for a in first] == [a is None or a.tobytes() for a in second]
+
+
+@pytest.mark.drawn(0.02, among="watched kernels")
 @pytest.mark.slow
 @products.emulated
 @pytest.mark.parametrize("op", DRAWN, ids=lambda op: op.name)
