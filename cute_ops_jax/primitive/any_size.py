@@ -1,7 +1,8 @@
 """Plans of calls whose sizes are symbolic, as exported programs have them: one kernel for all sizes.
 
 A call is planned with numbers in the place of symbolic sizes. Rows are as aligned as they are for every size, and a
-scratch array may be as long as a symbolic size, a whole number of times, or as a fraction of it, rounded up.
+scratch array may be as long as a symbolic size, a whole number of times, or as a fraction of it, rounded up, or as so
+many whole tiles.
 """
 
 from __future__ import annotations
@@ -73,19 +74,20 @@ def with_numbers(binding: Binding, memory: Callable[[Shapes], dict[str, Memory]]
 
 def _size(binding: Binding, size: int, dims: Dims, others: Sequence[tuple[Dims, int]], names: Sequence[str]) -> Any:
     """A size of a scratch array: the same for all numbers that stand for symbolic sizes, or a multiple of one of them,
-    which have these names, or a fraction of it, rounded up. It is ``size`` where the numbers are ``dims``; ``others``
-    are other numbers, with sizes.
+    which have these names, or a fraction of it, rounded up, or so many whole tiles. It is ``size`` where the numbers
+    are ``dims``; ``others`` are other numbers, with sizes.
     """
     if all(other == size for _, other in others):
         return size
+    tile = math.gcd(size, *(other for _, other in others))
     for name in names:
         if size % dims[name] == 0 and all(other * dims[name] == size * by[name] for by, other in others):
             return size // dims[name] * binding.dims[name]
-        every = [(dims[name], size), *((by[name], other) for by, other in others)]
+        every = [(dims[name], size // tile), *((by[name], other // tile) for by, other in others)]
         number, parts = max(every)
         part = -(-number // max(parts, 1))
         if all(-(-number // part) == parts for number, parts in every):
-            return -(-binding.dims[name] // part)
+            return -(-binding.dims[name] // part) * tile
     raise _refused(binding, "its scratch arrays do not grow as one of them, or as a part of one")
 
 
