@@ -37,6 +37,12 @@ NAMES = ("row_sum", "any_row_sum", "relu", "tiled_add", "tma_scale", "planned_re
 TARGET = parse("sm_90a")
 
 
+@pytest.fixture(autouse=True)
+def _kernels_are_importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a program beside them; without this an op that a test declares depends on an earlier test's look-up."""
+    monkeypatch.syspath_prepend(FOLDER)
+
+
 def found(name: str) -> Op:
     return lookup.find(f"{FOLDER / name}.py:{name}")
 
