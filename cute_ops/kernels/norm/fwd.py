@@ -12,7 +12,7 @@ from cutlass import Int32, Int64, const_expr
 
 from cute_ops.declaration.shapes import ITEMSIZE
 from cute_ops.kernels.lib.column_params import affine
-from cute_ops.kernels.lib.copy import AHEAD, compiler_barrier, narrow, widen
+from cute_ops.kernels.lib.copy import AHEAD, compiler_barrier, narrow, store_masked, widen
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_copy import RowAccess
 from cute_ops.kernels.lib.row_layout import SMEM_PERCENT, RowTile, Vectors, clusters, row_count
@@ -40,6 +40,9 @@ class NormForward:
         self.tile = RowTile(Vectors(variant, ROW_TENSORS, self.n, config.align_vectors), config)
         self.access = RowAccess(variant, self.tile)
         self.resident = config.resident
+        # With a vector each, all threads wait for the one that stores the end of h's row before the sum. Elements take
+        # it less time than pieces: add_rmsnorm of 16384 x 4097 takes 132 us, with pieces 148 (H200).
+        self.by_elements = "residual_out" in variant.tensors and self.tile.per_thread == 1
         # Long rows would fill the registers in fp32, so they are kept in their own dtype.
         self.keep_dtype = config.keep_dtype and self.tile.vec > 1
         self.delay_weight_load = config.delay_weight_load
@@ -110,7 +113,7 @@ class NormForward:
             rH = [narrow(widen(a) + widen(b), mResidualOut.element_type, self.tile.vec) for a, b in zip(*held)]
             (gRow,) = self.access.targets([self.access.row(mResidualOut, "residual_out", coord.row)], blocks)
             for k, rX in enumerate(rH):
-                self.access.store(gRow, rX, coord, k)
+                self._store(gRow, rX, coord, k)
         return rH, *self.sum.row(lambda k: (widen(rH[k]),), coord.first, shared, step)
 
     def _postprocess(self, rH, moments, columns, mOut, coord, blocks):
@@ -120,4 +123,12 @@ class NormForward:
             y = affine(normalised(widen(rH[k]), *moments), rWeight, rBias, self.weight_offset)
             rOut = narrow(y, mOut.element_type, self.tile.vec)
             (gRow,) = self.access.targets([self.access.row(mOut, "out", coord.row)], blocks)
-            self.access.store(gRow, rOut, coord, k)
+            self._store(gRow, rOut, coord, k)
+
+    def _store(self, gRow, rX, coord, k):
+        """Store a vector of a row that exists, at a row's end by elements or by pieces."""
+        if self.by_elements and self.tile.predicated(k) and not self.access.block:
+            end = cutlass.select_(coord.valid, Int32(self.n), Int32(0))
+            store_masked(rX, gRow.at(coord.first[k]), coord.first[k], end)
+        else:
+            self.access.store(gRow, rX, coord, k)

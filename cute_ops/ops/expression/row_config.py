@@ -260,8 +260,9 @@ class RowExpression(NamedTuple):
         share = self._threads_of_row(row, span, cluster)
         room = max(256 if row.vectors <= WARP else 128, share)
         threads = room // share * share
-        # With one stage, computing a value again takes less than keeping it: more CTAs fit.
-        twice = self._wide(cluster) and self.few and not self.late and self.depth > 1
+        # With one stage, computing a value again takes less than keeping it if more CTAs fit.
+        again = self.depth == 1 and WIDE_ONCE_THREADS // share > WIDE_THREADS // share
+        twice = self._wide(cluster) and self.few and not self.late and self.depth > 0 and not again
         most_kept = MOST_KEPT * (2 if twice else 1)
         if self.read > 1 and not self._wide(cluster) and self._dealt(span):
             most_kept = 0
@@ -444,7 +445,8 @@ class RowExpression(NamedTuple):
         if per_thread * max(self.sums, 1) > MOST_SUMMED or 2 * slot > room:
             return self._in_passes(problem, TWO_PASS_THREADS, row.align_vectors)
         if narrow and threads == SUMS_THREADS and span <= CTA_VECTORS:
-            sm_threads = SUMS_THREADS * min(cluster, 2)  # one waits for its cluster, the other one computes
+            # Of two pairs of CTAs one waits, the other one computes; two clusters of four take 12% longer than one.
+            sm_threads = SUMS_THREADS * (2 if cluster == 2 else 1)
         if cluster == 2 and not self.depth:
             sm_threads = max(sm_threads, 2 * threads)
         slots = 3 if self._deeper(row, span, cluster - halved, share) and 3 * slot <= room else 2
