@@ -260,10 +260,7 @@ class RowExpression(NamedTuple):
         share = self._threads_of_row(row, span, cluster)
         room = max(256 if row.vectors <= WARP else 128, share)
         threads = room // share * share
-        # With one stage, computing a value again takes less than keeping it if more CTAs fit.
-        again = self.depth == 1 and WIDE_ONCE_THREADS // share > WIDE_THREADS // share
-        twice = self._wide(cluster) and self.few and not self.late and self.depth > 0 and not again
-        most_kept = MOST_KEPT * (2 if twice else 1)
+        most_kept = MOST_KEPT * (2 if self._keeps_twice(cluster, share) else 1)
         if self.read > 1 and not self._wide(cluster) and self._dealt(span):
             most_kept = 0
         if alone and row.aligned:
@@ -367,6 +364,14 @@ class RowExpression(NamedTuple):
     def _wide(self, cluster: int) -> bool:
         """Whether two tiles, not dear ones, are in the registers of clusters."""
         return cluster > 1 and self.read == 2 and self.special < DEAR
+
+    def _keeps_twice(self, cluster: int, share: int) -> bool:
+        """Whether a thread of clusters keeps twice as many values: with one stage, computing them again takes less time
+        if more CTAs fit.
+        """
+        if not self._wide(cluster) or not self.few or self.late or not self.depth:
+            return False
+        return self.depth > 1 or WIDE_ONCE_THREADS // share <= WIDE_THREADS // share
 
     def _uneven(self, row: RowProblem) -> bool:
         """Whether :meth:`_unaligned` serves such rows."""
