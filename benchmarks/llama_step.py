@@ -3,10 +3,11 @@
 The model is Hugging Face's ``LlamaForCausalLM`` with random weights (the layers of Llama 3.2 1B, eight of them), in
 bfloat16, with SDPA attention and PyTorch's fused AdamW ("... + AdamW": with ours). Every contender trains from the
 same weights on the same tokens in a process of its own, because Liger changes Hugging Face's modules for good. All
-processes are ready before the first sample; then they take turns, so that a GPU which gets warmer does so for all of
-them. A sample is the time on the GPU of steps of a loop that never waits for it, as loops of training do not: steps
-before the first that counts let the host run ahead, and one of them, behind an idle GPU, says what the host takes
-(``host_ms``). Their first losses are compared.
+processes are ready before the first sample; then they take turns, in an order that each round draws anew, so that a GPU
+which gets warmer, or rests while a slow host starts its kernels, does so for all of them. A sample is the time on the
+GPU of steps of a loop that never waits for it, as loops of training do not: steps before the first that counts let the
+host run ahead, and one of them, behind an idle GPU, says what the host takes (``host_ms``). Their first losses are
+compared.
 
 python benchmarks/llama_step.py --out out/benchmarks
 """
@@ -17,6 +18,7 @@ import argparse
 import contextlib
 import gc
 import json
+import random
 import subprocess
 import sys
 import tempfile
@@ -198,6 +200,11 @@ def obey(trainer: Trainer, steps: int) -> None:
     print(json.dumps(trainer.row()), flush=True)
 
 
+def in_drawn_order(workers: Sequence[Any], number: int) -> list[Any]:
+    """The order of a round: nobody's turn comes after the same one's each time."""
+    return random.Random(number).sample(workers, len(workers))
+
+
 class Worker:
     """Such a process, from outside."""
 
@@ -276,8 +283,8 @@ def main(arguments: list[str] | None = None) -> int:
         if worker.ready():
             alive.append(worker)
         console.print(f"{worker.contender}: waited {time.perf_counter() - begin:.0f} s for its first steps")
-    for _ in range(options.rounds):
-        alive = [worker for worker in alive if worker.sample()]
+    for k in range(options.rounds):
+        alive = [worker for worker in in_drawn_order(alive, k) if worker.sample()]
     losses = []
     for worker in workers:
         row = worker.end()

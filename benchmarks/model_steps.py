@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from common import Table, first_line, read, spread
 from dit import DiT
-from llama_step import READY, TOLERANCE, Steps, Worker, prepare
+from llama_step import READY, TOLERANCE, Steps, Worker, in_drawn_order, prepare
 from rich.console import Console
 from rich.table import Table as View
 
@@ -312,8 +312,8 @@ def warm_up(contenders: Mapping[str, list[Contender]], end: float) -> None:
 
 def measure(name: str, contenders: list[Contender], steps: int, rounds: int) -> list[dict[str, Any]]:
     """A row of a model for each contender, which are warm and take turns."""
-    for _ in range(rounds):
-        for each in contenders:
+    for k in range(rounds):
+        for each in in_drawn_order(contenders, k):
             each.tell(str(steps))
             each.ready()
     return [each.row(name) for each in contenders]

@@ -111,9 +111,10 @@ class Front:
         def of(each: Any) -> Any:
             if isinstance(each, torch.Tensor):
                 return self.graph.opaque(name, args, shape_of(each), dtype_of(each))
-            return each
+            # A dropout that a checkpoint repeats gives its results beside the state of the random numbers.
+            return tuple(map(of, each)) if isinstance(each, (tuple, list)) else each
 
-        return tuple(map(of, value)) if isinstance(value, (tuple, list)) else of(value)
+        return of(value)
 
     def _translated(self, node: Node, value: Any) -> Any:
         both: Any = torch.fx.map_arg((node.args, node.kwargs), self._read)

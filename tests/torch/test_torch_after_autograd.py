@@ -176,6 +176,17 @@ def test_checkpoints_with_dropout() -> None:
     assert [entry.what.partition(" ")[0] for entry in inductor.report() if "backward" in entry.where] == ["e1(t,t,t)"]
 
 
+def test_checkpoints_with_dropout_before_an_add() -> None:
+    """The operator returns a tuple of the random numbers' state and of the dropout's results, a tuple themselves."""
+    with torch._inductor.config.patch(fallback_random=True):  # torch's own dropout, not one that Inductor writes
+        run = torch.compile(
+            lambda x: checkpoint(lambda x: F.dropout(x.sin(), 0.5, True) + x, x, use_reentrant=False),
+            backend=with_graphs_after_autograd(True),
+        )
+        run(draw(2, 3, N)).sum().backward()
+    assert "a graph" not in {entry.what for entry in inductor.report()}
+
+
 class Exported(torch.nn.Module):
     """A norm, a gated MLP, a product with its neighbours, and one that is found after autograd alone."""
 
