@@ -177,8 +177,16 @@ def test_checkpoints_with_dropout() -> None:
 
 
 def test_checkpoints_with_dropout_before_an_add() -> None:
-    """The operator returns a tuple of the random numbers' state and of the dropout's results, a tuple themselves."""
-    with torch._inductor.config.patch(fallback_random=True):  # torch's own dropout, not one that Inductor writes
+    """The operator returns the random numbers' state and the dropout's results, which are a tuple themselves."""
+    config = torch._inductor.config
+    own: Any = config.post_grad_custom_pre_pass
+
+    def as_inductor_has_it(graph: torch.fx.Graph) -> None:
+        for node in graph.find_nodes(op="call_function", target=torch.ops.higher_order.run_and_save_rng_state):
+            node.meta["val"] = tuple(each.meta["val"] for each in node.users)
+        own(graph)
+
+    with config.patch(fallback_random=True, post_grad_custom_pre_pass=as_inductor_has_it):
         run = torch.compile(
             lambda x: checkpoint(lambda x: F.dropout(x.sin(), 0.5, True) + x, x, use_reentrant=False),
             backend=with_graphs_after_autograd(True),
