@@ -323,7 +323,7 @@ def _added(config: Mapping[str, Any], dtype: str, attrs: Mapping[str, Any]) -> I
             weight = Array((hidden, size), dtype)
             x, stream = (Array((1, m, n), dtype) for n in (size, hidden))
             yield Call("linear_add_rstd", {"x": x, "weight": weight, "residual": stream}, attrs=attrs)
-            yield from _products(("linear_dx", "linear_dweight"), m, size, hidden, dtype)
+            yield from _products(("linear", "linear_dx", "linear_dweight"), m, size, hidden, dtype)
     rows = {"x": Array((*LEAD, hidden), dtype), "rstd": Array((*LEAD, 1), "float32")}
     yield Call("scaled_rows", {**rows, "weight": Array((hidden,), dtype)})
 

@@ -852,16 +852,19 @@ def test_the_next_norm_is_fused_where_that_gains(
     assert len(said) == (rows > 0 and dtype == "bfloat16" and not fused)
 
 
-@pytest.mark.parametrize("faster", [True, False])
-def test_auto_adds_the_next_norm_where_that_is_faster(faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("faster", "few"), [(True, False), (False, False), (True, True)])
+def test_auto_adds_the_next_norm_where_that_is_faster(faster: bool, few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not of few elements, where the kernel that adds up squares takes longer than a pass."""
     monkeypatch.setattr(framework, "kernel_is_faster", lambda op, inputs, attrs: faster)
+    if not few:
+        monkeypatch.setattr("cute_ops.composite.linear_add_rmsnorm.FEW_ELEMENTS", 0)
     function, called = cute_ops_torch.register(linear_add_rmsnorm()), []
     for op in (linear_add_rstd(), linear):
         raw = program.functions[op](False)
         monkeypatch.setitem(program.functions, op, lambda inplace, op=op, raw=raw: called.append(op) or raw)
     with torch.autograd.profiler.profile():  # what a program chose for these shapes is not looked at again otherwise
         function(*[t.detach() for t in tensors_of(linear_add_rmsnorm())])
-    assert called == [linear_add_rstd() if faster else linear]
+    assert called == [linear_add_rstd() if faster and not few else linear]
 
 
 @pytest.mark.parametrize("transposed", [False, True])
