@@ -122,13 +122,29 @@ ALONE_LEAST, ALONE_MOST = 4, 9
 UNALIGNED_ALONE = (1, 1792)
 # Longer unaligned rows of which nothing is reduced, shared by a cluster: CTAs of an SM, and vectors of a thread.
 UNREDUCED_CTAS, UNREDUCED_VECTORS = 2, 2
+# Threads of an SM where they take no special instructions: modulate of 1041 x 50950 runs at 0.78 of a copy's rate, from
+# shared memory at 0.58; layer_scale of 1954 x 20033 at 0.94, at 0.85.
+UNREDUCED_THREADS, MOST_UNREDUCED_CLUSTER = 1344, 8
 # The longest of them: a CTA of 384 threads, two or three of which share an SM.
 UNALIGNED_VECTORS = 1152
 # One dear tile in the registers of clusters: threads of an SM.
 DEAR_CLUSTER_THREADS = 1280
+# Threads of an SM where a cluster shares rows of two tiles, of which nothing is reduced: a vector each. The gradient of
+# gelu(x + shift), 4247 x 9216, runs at 0.91 of a copy's rate, by two CTAs of half as many threads at 0.80.
+SHARED_SUMS_THREADS = 1024
 # Persistent CTAs of ALONE_THREADS, one per SM, with three slots: for three tiles of at least ALONE_VECTORS, and for two
 # with a span above HALVED_VECTORS. Two tiles longer than that are shared by two CTAs.
 ALONE_THREADS, ALONE_VECTORS, HALVED_VECTORS = 512, 384, 768
+# Rows of one tile of 16 bits in a CTA's shared memory beside several row vectors, which L1 is to hold: bytes in flight.
+# Layer norms of 4250 x 16384 run at 0.92 of a copy's rate by four CTAs, at 0.87 by five.
+SEVERAL_WEIGHTS_BYTES = 128 << 10
+# Aligned rows of up to three warps' vectors beside several row vectors: threads of an SM. 44900 x 768 with a weight of
+# 32 bits runs at 0.89 of a copy's rate, without a bound of registers at 0.75.
+SHORT_WEIGHTED_THREADS = 1024
+# Short unaligned rows of two tiles of 16 bits of which only numbers are stored: threads of a row and of a CTA, and
+# vectors of a row up to which values are kept. Soft cross entropies of 90 to 246 columns run at 0.83 - 0.94 of a copy's
+# rate, by twice as many threads at 0.66 - 0.82.
+SHORT_PAIR_THREADS, SHORT_PAIR_CTA, SHORT_PAIR_KEPT = 4, 128, 12
 # Rows of one tile in shared memory and one row vector: CTAs of an SM where they fit, which bounds the registers of the
 # row vectors on their way. Without row vectors as many run without a bound.
 WEIGHTED_CTAS = 3
@@ -173,9 +189,18 @@ class RowExpression(NamedTuple):
         row = self.row(problem)
         if self.summed:
             return self._persistent(problem, row)
+        if self._short_pair(row):
+            keep = row.vectors <= SHORT_PAIR_KEPT
+            return self._config(
+                "one_pass", SHORT_PAIR_CTA, SHORT_PAIR_THREADS, align_vectors=row.align_vectors, keep=keep
+            )
         if row.vectors <= (UNALIGNED_VECTORS if self._uneven(row) else CTA_VECTORS):
             return self._in_registers(row)
         cluster = cluster_for(row.touched, CTA_VECTORS, row.max_cluster)
+        if self._unreduced(row, cluster) and row.touched <= cluster * CTA_VECTORS:
+            share = threads_for(-(-row.touched // cluster), UNREDUCED_VECTORS)
+            resident = max(UNREDUCED_THREADS // share, 1)
+            return self._config("one_pass", share, share, cluster, resident, align_vectors=row.align_vectors)
         costs = self.special >= DEAR or (self.special and self.read > 1)
         if costs and row.touched <= cluster * CTA_VECTORS:
             return self._in_registers(row, cluster)
@@ -197,6 +222,16 @@ class RowExpression(NamedTuple):
     def summed(self) -> bool:
         """Whether outputs are sums over rows."""
         return bool({*self.texts.kinds} & {"r", "s"})
+
+    def _unreduced(self, row: RowProblem, cluster: int) -> bool:
+        """Whether nothing of one or two tiles of 16 bits is reduced, nor takes special instructions."""
+        plain = not (stages(self.expression) or self.special or self.packed)
+        return plain and row.itemsize == 2 and self.read <= 2 and cluster <= MOST_UNREDUCED_CLUSTER
+
+    def _short_pair(self, row: RowProblem) -> bool:
+        """Whether few threads hold a row of two tiles: see :data:`SHORT_PAIR_THREADS`."""
+        short = not row.aligned and row.itemsize == 2 and SHORTEST_ROW < row.vectors <= WARP
+        return short and self.read == 2 and {*self.texts.kinds} == {"c"} and 0 < self.special < DEAR
 
     @property
     def depth(self) -> int:
@@ -270,6 +305,7 @@ class RowExpression(NamedTuple):
         if self.deep and row.vectors > WARP:
             most_kept = DEEP_KEPT if self.depth else 0
         keep = -(-span // share) * row.vector_elements * max(self.read, 1) <= most_kept
+        keep = -(-span // share) * row.vector_elements * max(self.read, 1) <= self._most_kept(row, cluster, span, share)
         if row.vectors > WARP and self._deep_pairs(span):
             resident = max(REGISTER_THREADS // threads, 1)
         elif row.vectors > WARP and self._in_fours(span):
@@ -277,6 +313,19 @@ class RowExpression(NamedTuple):
         else:
             resident = self._resident(row, cluster, share, threads, keep)
         return self._config("one_pass", threads, share, cluster, resident, align_vectors=row.align_vectors, keep=keep)
+
+    def _most_kept(self, row: RowProblem, cluster: int, span: int, share: int) -> int:
+        """The most values that a thread of a row in registers keeps from stage to stage."""
+        longer = row.vectors > WARP
+        # With one stage, computing a value again takes less than keeping it: more CTAs fit.
+        twice = self._wide(cluster) and self.few and not self.late and self.depth > 1
+        if self.deep and longer:
+            return DEEP_KEPT if self.depth else 0
+        if longer and self.special and self.texts.kinds.count("t") > 1:
+            return 0  # what is kept for two outputs would not fit registers
+        if self.read > 1 and not self._wide(cluster) and (self._dealt(span) or self._full(row, share)):
+            return 0
+        return MOST_KEPT * (2 if twice else 1) * (2 if self._sums_alone(row, cluster) and row.aligned else 1)
 
     def _threads_of_row(self, row: RowProblem, span: int, cluster: int) -> int:
         """Threads of a row, or of what a CTA of a cluster has of it, held in registers."""
@@ -343,7 +392,20 @@ class RowExpression(NamedTuple):
             return max(most // max(128, share), 1)
         if longer and self.many and not self.special and -(-row.touched // cluster) <= PAIR_THREADS and cluster == 1:
             return max(MANY_REDUCED_THREADS // threads, 1)
+        if self._short_weighted(row):
+            return SHORT_WEIGHTED_THREADS // threads
         return 2 if self._pairs_share(share, keep) else 1
+
+    def _short_weighted(self, row: RowProblem) -> bool:
+        """Whether a warp has three vectors a thread of an aligned row of one tile beside several row vectors."""
+        return self.read == 1 and self.weights > 1 and row.aligned and 2 * WARP < row.vectors <= 3 * WARP
+
+    def _full(self, row: RowProblem, share: int) -> bool:
+        """Whether registers of two CTAs have no room for what several tiles of 16 bits would keep: a sum of 5239 x 8192
+        and its norm take 58 us, with what is kept 69.
+        """
+        plain = not (self.special or self.texts.random) and self.depth == 1
+        return plain and row.itemsize == 2 and share == PAIR_THREADS < row.vectors
 
     def _dealt(self, span: int) -> bool:
         """Whether a thread has four vectors and more of each of several tiles with many reductions."""
@@ -423,7 +485,9 @@ class RowExpression(NamedTuple):
         if span > threads * SMEM_PER_THREAD or slot > room:
             return None
         most = SLOW_SM_THREADS if self.slow else SMEM_SM_THREADS
-        resident = min(min(SMEM_BYTES_IN_FLIGHT, room) // slot, most // threads)
+        several = self.read == 1 and self.weights > 1 and row.itemsize == 2 and cluster == 1
+        flying = SEVERAL_WEIGHTS_BYTES if several else SMEM_BYTES_IN_FLIGHT
+        resident = min(min(flying, room) // slot, most // threads)
         if self.read == 1 and self.weights == 1 and WEIGHTED_CTAS * slot <= room:
             resident = max(resident, min(WEIGHTED_CTAS, most // threads))
         return self._config("ring", threads, threads, cluster, max(resident, 1), align_vectors=row.align_vectors)
@@ -453,11 +517,13 @@ class RowExpression(NamedTuple):
             # Of two pairs of CTAs one waits, the other one computes; two clusters of four take 12% longer than one.
             sm_threads = SUMS_THREADS * (2 if cluster == 2 else 1)
         if cluster == 2 and not self.depth:
+            sm_threads = SUMS_THREADS * min(cluster, 2)  # one waits for its cluster, the other one computes
+        if cluster == 2 and not (self.depth or self._shares_sums(row, cluster)):
             sm_threads = max(sm_threads, 2 * threads)
         slots = 3 if self._deeper(row, span, cluster - halved, share) and 3 * slot <= room else 2
         resident = max(1, min(room // (slots * slot), sm_threads // threads))
         fits = room // (2 * slot) > resident and threads * (resident + 1) * self.sums <= IDLE_THREADS
-        if fits and self._idle(row, self._running(problem, cluster, resident)):
+        if fits and self._needs_another(row, span, cluster, self._running(problem, cluster, resident)):
             slots, resident = 2, resident + 1
         running = self._running(problem, cluster, resident)
         align = alignment_in_step(running, row)
@@ -486,6 +552,11 @@ class RowExpression(NamedTuple):
         least, most = (SHORTEST_ROW, SHORT_SUMS[-1][0]) if self.depth else FEW_SUMS
         return bool((self.sums or not self.depth) and not row.aligned and least < span <= most)
 
+    def _needs_another(self, row: RowProblem, span: int, cluster: int, running: int) -> bool:
+        """Whether one more CTA of an SM gains: one waits for its cluster, the other one loads; or clusters are idle."""
+        waits = cluster > 1 and not row.aligned and self._sums_two(span)
+        return waits or self._idle(row, running)
+
     def _idle(self, row: RowProblem, running: int) -> bool:
         """Whether a fifth of so many clusters would do nothing: those of unaligned rows are as many as these start at
         places of a vector, or a multiple of that.
@@ -510,6 +581,8 @@ class RowExpression(NamedTuple):
             if cluster == FEWER_CTAS // 2 and span > CTA_VECTORS:
                 return SUMS_VECTORS[-1], threads
             return min(SUMS_VECTORS, key=partial(of_scheduler, span)) if row.aligned else 3, threads
+        if self._shares_sums(row, cluster):
+            return 1, SHARED_SUMS_THREADS
         if alone:
             return -(-span // ALONE_THREADS), ALONE_THREADS
         if self._streams(span, cluster):
@@ -523,6 +596,10 @@ class RowExpression(NamedTuple):
     def _pair(self, row: RowProblem) -> bool:
         """Whether persistent CTAs hold two tiles and the sums of one row vector."""
         return self.read == 2 and self.sums == 1 and row.aligned and not self.slow
+
+    def _shares_sums(self, row: RowProblem, cluster: int) -> bool:
+        """Whether CTAs of a cluster have a vector a thread, and an SM each."""
+        return self._pair(row) and not self.depth and 1 < cluster <= 4
 
     def _halved(self, row: RowProblem, cluster: int) -> bool:
         """Whether two CTAs share a row of two tiles that one could hold."""

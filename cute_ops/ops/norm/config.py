@@ -76,12 +76,13 @@ CENTRED_VECTORS, FEWER_CENTRED_VECTORS, DEEPEST_ROW = 6, 4, 640
 # Threads of an unaligned row of up to a warp's vectors that a layer norm's persistent CTA takes: 412935 x 201 with
 # float32 parameters takes 107 us in place of 274. Rows of up to SHORT_CENTRED_ROW vectors take longer so.
 SHORT_CENTRED_THREADS, SHORT_CENTRED_ROW = 8, 12
-# Unaligned rows of 16 bits, more than SHORTEST_ROW vectors of them, of which a thread takes single elements: columns of
-# a thread at most, and of eight CTAs of BLOCKS_THREADS on an SM instead of six. Threads of a row: the fewest of a layer
-# norm, whose sums take most; by BLOCKS_LEAST of an RMS norm. 416455 x 141 runs at 0.94 and 0.97 of a copy's rate, by
-# vectors at 0.68 and 0.69; 58661 x 1001 at 0.80, by vectors at 0.85.
-BLOCKS_COLUMNS, FEW_BLOCKS_COLUMNS, BLOCKS_LEAST = 18, 13, 4
-BLOCKS_THREADS, BLOCKS_UNROLL = 128, 4
+# Unaligned rows of more than SHORTEST_ROW vectors of which a thread takes single elements: columns of a thread at most,
+# and of eight CTAs of BLOCKS_THREADS on an SM, not of six; MOST of layer norms whose parameters have 16 bits. Threads
+# of a row: the fewest of a layer norm, whose sums take most; by BLOCKS_LEAST of an RMS norm. 416455 x 141 runs at 0.94
+# and 0.97 of a copy's rate, by vectors at 0.68 and 0.69; layer norms of 721 at 0.89, by vectors at 0.79, but of 1001 at
+# 0.80 and 0.85. In float32 rows have a warp: 203 columns run at 0.95, by vectors at 0.83; RMS norms gain nothing.
+BLOCKS_COLUMNS, MOST_BLOCKS_COLUMNS, FEW_BLOCKS_COLUMNS, BLOCKS_LEAST = 18, 23, 13, 4
+BLOCKS_THREADS, BLOCKS_UNROLL = 128, {2: 4, 4: 2}
 # Vectors of a row whose weight and bias the registers of one persistent CTA hold.
 PERSISTENT_VECTORS = 3200
 # Longer rows whose weight and bias take more than 16 bytes beside a vector: a cluster reads these once, not from L2 for
@@ -108,7 +109,7 @@ def forward(problem: Problem, centred: bool = False) -> NormConfig:
         found = _in_smem(problem, row, row.vectors, step(CENTRED_SMEM_SPAN, row.vectors), full=True)
         if found:
             return found
-    if _goes_in_blocks(row):
+    if _goes_in_blocks(problem, row, centred):
         return _blocks(row, centred)
     if row.vectors <= CTA_VECTORS:
         several = row.vectors > (WARP if row.aligned or "residual" in problem.dtypes else SHORT_CENTRED_ROW)
@@ -135,18 +136,23 @@ def _centred_row(problem: Problem, row: RowProblem) -> NormConfig:
     return NormConfig("one_pass", max(128, share), share, align_vectors=row.align_vectors, delay_weight_load=True)
 
 
-def _goes_in_blocks(row: RowProblem) -> bool:
-    """Whether a row is a short unaligned one of 16 bits. Half vectors need no masks."""
+def _goes_in_blocks(problem: Problem, row: RowProblem, centred: bool) -> bool:
+    """Whether a row is a short one that starts off a vector. Half vectors need no masks, which RMS norms do without."""
+    if row.n % row.vector_elements == 0 or row.vectors <= SHORTEST_ROW:
+        return False
     halves = row.n % (row.vector_elements // 2) == 0
-    return row.itemsize == 2 and not halves and row.vectors > SHORTEST_ROW and row.n <= WARP * BLOCKS_COLUMNS
+    if row.itemsize == 4:
+        return centred and not halves and row.n <= WARP * FEW_BLOCKS_COLUMNS
+    narrow = centred and bytes_of(problem, COLUMNS) <= 4
+    return (centred or not halves) and row.n <= WARP * (MOST_BLOCKS_COLUMNS if narrow else BLOCKS_COLUMNS)
 
 
 def _blocks(row: RowProblem, centred: bool) -> NormConfig:
     """A short unaligned row, which goes through shared memory as whole vectors of all rows of a CTA."""
     columns = BLOCKS_COLUMNS if centred else BLOCKS_LEAST
-    share = next((share for share in (8, 16) if row.n <= share * columns), WARP)
+    share = next((share for share in (8, 16) if row.n <= share * columns and row.itemsize == 2), WARP)
     resident = 8 if row.n <= share * FEW_BLOCKS_COLUMNS else 6
-    return NormConfig("blocks", BLOCKS_THREADS, share, resident=resident, unroll=BLOCKS_UNROLL)
+    return NormConfig("blocks", BLOCKS_THREADS, share, resident=resident, unroll=BLOCKS_UNROLL[row.itemsize])
 
 
 def _row(problem: Problem, row: RowProblem, centred: bool) -> NormConfig:
@@ -311,6 +317,7 @@ SHORT_THREADS = 128
 # The same number of threads with gradients of weight and bias: where a thread has many columns, for unaligned rows, and
 # for others.
 MANY_COLUMNS_THREADS, UNALIGNED_SUMS_THREADS, SUMS_THREADS = 768, 576, 384
+DEEPER_VECTORS = 896
 # Balanced CTAs: as many threads as have registers for two sums of each of their columns. No other number of warps would
 # give the busiest of an SM's schedulers fewer vectors.
 BALANCED_THREADS = 12 * WARP
@@ -365,8 +372,9 @@ def _persistent_backward(problem: Problem, row: RowProblem, row_bytes: int, cent
     alone = "dresidual_out" in problem.dtypes and cluster == 1 and _is_long(row, span)
     alone_of_four = _disturb_each_other(problem, row, cluster, sums) and sm_threads // threads > 1
     # A CTA of one row at a time waits for it: 6393 x 6144 with two sums takes 0.88 of a copy's rate by three slots,
-    # 0.81 by two. Of several rows at a time two are faster.
-    single = cluster == 1 and sums == 2 and row.aligned and threads == share
+    # 0.81 by two. Of several rows at a time two are faster, and of longer ones: 4778 x 8192 takes 0.84, by three 0.79.
+    short = span <= DEEPER_VECTORS or row.itemsize == 4
+    single = cluster == 1 and sums == 2 and row.aligned and threads == share and short
     stages = _stages(row, slot, deeper=alone or single or (cluster > 1 and _exchange_is_long(row, span)))
     # A thread's last vector may lie past the row: its memory is not in `slot`, by which stages and CTAs were measured.
     held = threads * -(-span // share) * row.vector_elements * (row_bytes // row.n)

@@ -70,6 +70,10 @@ SMALL_CTAS_FROM, SMALL_CTA_VECTORS = 4096, 1024
 # Aligned rows of 16 bits between FOUR_VECTORS_FROM and TWO_VECTORS_ROW that are normalised have FOUR_VECTORS_ROW
 # threads: log_softmax of 2400 to 4040 columns runs at 0.94 - 0.97 of a copy's rate, by two vectors at 0.87 - 0.92.
 FOUR_VECTORS_FROM, FOUR_VECTORS_ROW = 256, 128
+# Shorter ones, longer than a warp's vectors, have as few threads as have the fewest vectors past the row's end:
+# log_softmax of 264 to 640 columns runs at 0.91 - 0.98 of a copy's rate, by a warp at 0.66 - 0.94. Of more vectors than
+# FEW_THREADS_ROW they have a warp: 1000 columns run at 0.97, by two warps at 0.93.
+FEW_THREADS, FEW_THREADS_ROW = (16, 8), 80
 # Rows that are overwritten with their output: longer rows than this are kept in shared memory. An SM then has fewer
 # threads, because exponentials take registers.
 IN_PLACE_SMEM_ROW, IN_PLACE_SMEM_ROW_UNALIGNED, IN_PLACE_SM_THREADS = 4 * WARP, 8 * WARP, 1024
@@ -160,14 +164,23 @@ def normalised(problem: Problem) -> ReduceConfig:
     row = row_of(problem)
     if row.vectors <= CTA_VECTORS:
         found = _one_pass(row)
-        if row.aligned and row.itemsize < 4 and FOUR_VECTORS_FROM < row.vectors < TWO_VECTORS_ROW:
+        if not row.aligned or row.itemsize == 4:
+            return found
+        if FOUR_VECTORS_FROM < row.vectors < TWO_VECTORS_ROW:
             return replace(found, threads=FOUR_VECTORS_ROW, threads_per_row=FOUR_VECTORS_ROW)
-        return found
+        return replace(found, threads_per_row=_few_threads(row)) if WARP < row.vectors <= 4 * WARP else found
     per_cta = SMALL_CTA_VECTORS if row.vectors > SMALL_CTAS_FROM and row.aligned else SMEM_VECTORS
     spread = spread_in_smem(row, row.touched, bytes_of(problem, ("x", "logits")), per_cta)
     if spread is None:
         return ReduceConfig("two_pass", TWO_PASS_LONG_THREADS)
     return ReduceConfig("smem", *spread, row.align_vectors)
+
+
+def _few_threads(row: RowProblem) -> int:
+    """Threads of an aligned row of one to four warps' vectors."""
+    if row.vectors > FEW_THREADS_ROW:
+        return WARP
+    return min(FEW_THREADS, key=lambda threads: -(-row.vectors // threads) * threads)
 
 
 def softmax(problem: Problem) -> ReduceConfig:
@@ -192,7 +205,7 @@ def normalised_in_place(problem: Problem) -> ReduceConfig:
     if row.vectors > CTA_VECTORS or (not row.aligned and row.vectors > IN_PLACE_SMEM_ROW_UNALIGNED):
         return _full_smem(row) or heuristic
     if row.vectors <= IN_PLACE_SMEM_ROW or not row.aligned:
-        return heuristic
+        return _one_pass(row)
     share = max(threads_for(row.vectors, 8), 2 * WARP)
     slot = share * -(-row.vectors // share) * VECTOR_BYTES + OWN_BYTES
     resident = min(row.ring_bytes // slot, IN_PLACE_SM_THREADS // share)

@@ -25,16 +25,19 @@ SORT_COLUMNS, SELECT_COLUMNS, SORTED_ROW, SORTED_MOST = 64, 32, 1024, 16
 # Threads of a CTA that sorts; of an SM those that select, by whether rows consist of whole vectors: else each number
 # takes a register.
 SORT_THREADS, SELECT_SM_THREADS = 128, {True: 1280, False: 1024}
+# The same of 16 bits, where so many groups suffice: 690 x 151936 and k = 20 runs at 0.72 of a copy's rate, by 256
+# threads at 0.52; 3276 x 32000 and k = 1 at 0.88, at 0.79.
+SELECT_FEWER, SELECT_FEWER_SM_THREADS = 128, {True: 1024, False: 768}
 # Columns of a thread that routes, which keeps sums of them, by bytes of a logit. (Threads of a CTA, CTAs of an SM): of
 # rows of up to FEW_EXPERTS, of longer ones, and where more than MANY_CHOSEN are sorted, which takes registers. CTAs are
 # large and few, since a last one adds up what each of them has.
 ROUTED_COLUMNS, FEW_EXPERTS, MANY_CHOSEN = {2: 48, 4: 32}, 32, 8
 FEW_ROUTED, ROUTED, MANY_ROUTED = (128, 6), (256, 2), (128, 3)
-# The same of 16 bits by columns of a thread, where it sorts but a few of its vectors, of rows of at least SELECTED_ROW
-# of which SELECTED_FROM or more are chosen: 511845 x 256 and k = 8 runs at 0.48 of a copy's rate by 64 columns, at 0.39
+# The same of 16 bits by columns of a thread, where it sorts but a few of its vectors, of rows of at least SELECTED_ROW:
+# 511845 x 256 and k = 8 runs at 0.48 of a copy's rate by 64 columns, at 0.39
 # by 32; 514690 x 384 and k = 6 at 0.50 by 96, at 0.46 by 48.
 SELECTED: Ladder[tuple[int, int]] = ((48, (256, 2)), (64, (128, 3)), (96, (256, 1)))
-SELECTED_ROW, SELECTED_FROM = 128, 4
+SELECTED_ROW = 128
 # Experts of a token up to which vectors with the largest logits are found first, by bytes of a logit.
 MOST_BY_VECTORS = {2: 8, 4: 4}
 # Threads of a CTA that finds places, and classes up to which it has twice as many: counts of all its warps take 66 KB.
@@ -52,7 +55,10 @@ def topk(problem: Problem) -> TopkConfig:
         return TopkConfig("sort", SORT_THREADS, threads_per_row=_power(-(-n // SORT_COLUMNS)))
     threads = max(_power(-(-n // SELECT_COLUMNS)), WARP)
     whole = (problem.n or 1) * ITEMSIZE[problem.dtypes["x"]] % VECTOR_BYTES == 0
-    resident = SELECT_SM_THREADS[whole] // threads
+    most = SELECT_SM_THREADS[whole]
+    if ITEMSIZE[problem.dtypes["x"]] == 2 and 2 * k <= SELECT_FEWER:
+        threads, most = min(threads, SELECT_FEWER), SELECT_FEWER_SM_THREADS[whole]
+    resident = most // threads
     return TopkConfig(
         "select", threads, resident=min(resident, ARCHES[problem.arch].ctas), groups=max(_power(2 * k), threads)
     )
@@ -62,8 +68,7 @@ def routed(problem: Problem) -> RouteConfig:
     """Rows that are sorted, by as many CTAs as fit the GPU."""
     n, many, itemsize = problem.dims["n"], problem.attrs["k"] > MANY_CHOSEN, ITEMSIZE[problem.dtypes["logits"]]
     share = _power(-(-n // SELECTED[-1][0]))
-    longer = itemsize == 2 and n >= SELECTED_ROW and problem.attrs["k"] >= SELECTED_FROM
-    if longer and _few_vectors(problem, share):
+    if itemsize == 2 and n >= SELECTED_ROW and _few_vectors(problem, share):
         form, (threads, resident) = "vectors", step(SELECTED, -(-n // share))
     else:
         share = _power(-(-n // ROUTED_COLUMNS[4 if many else itemsize]))
