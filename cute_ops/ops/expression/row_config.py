@@ -295,16 +295,6 @@ class RowExpression(NamedTuple):
         share = self._threads_of_row(row, span, cluster)
         room = max(256 if row.vectors <= WARP else 128, share)
         threads = room // share * share
-        most_kept = MOST_KEPT * (2 if self._keeps_twice(cluster, share) else 1)
-        if self.read > 1 and not self._wide(cluster) and self._dealt(span):
-            most_kept = 0
-        if alone and row.aligned:
-            most_kept *= 2
-        if row.vectors > WARP and self.special and self.texts.kinds.count("t") > 1:
-            most_kept = 0  # what is kept for two outputs would not fit registers
-        if self.deep and row.vectors > WARP:
-            most_kept = DEEP_KEPT if self.depth else 0
-        keep = -(-span // share) * row.vector_elements * max(self.read, 1) <= most_kept
         keep = -(-span // share) * row.vector_elements * max(self.read, 1) <= self._most_kept(row, cluster, span, share)
         if row.vectors > WARP and self._deep_pairs(span):
             resident = max(REGISTER_THREADS // threads, 1)
@@ -317,15 +307,13 @@ class RowExpression(NamedTuple):
     def _most_kept(self, row: RowProblem, cluster: int, span: int, share: int) -> int:
         """The most values that a thread of a row in registers keeps from stage to stage."""
         longer = row.vectors > WARP
-        # With one stage, computing a value again takes less than keeping it: more CTAs fit.
-        twice = self._wide(cluster) and self.few and not self.late and self.depth > 1
         if self.deep and longer:
-            return DEEP_KEPT if self.depth else 0
+            return DEEP_KEPT * bool(self.depth)
         if longer and self.special and self.texts.kinds.count("t") > 1:
             return 0  # what is kept for two outputs would not fit registers
         if self.read > 1 and not self._wide(cluster) and (self._dealt(span) or self._full(row, share)):
             return 0
-        return MOST_KEPT * (2 if twice else 1) * (2 if self._sums_alone(row, cluster) and row.aligned else 1)
+        return MOST_KEPT << self._keeps_twice(cluster, share) << (self._sums_alone(row, cluster) and row.aligned)
 
     def _threads_of_row(self, row: RowProblem, span: int, cluster: int) -> int:
         """Threads of a row, or of what a CTA of a cluster has of it, held in registers."""
@@ -516,9 +504,7 @@ class RowExpression(NamedTuple):
         if narrow and threads == SUMS_THREADS and span <= CTA_VECTORS:
             # Of two pairs of CTAs one waits, the other one computes; two clusters of four take 12% longer than one.
             sm_threads = SUMS_THREADS * (2 if cluster == 2 else 1)
-        if cluster == 2 and not self.depth:
-            sm_threads = SUMS_THREADS * min(cluster, 2)  # one waits for its cluster, the other one computes
-        if cluster == 2 and not (self.depth or self._shares_sums(row, cluster)):
+        if self._pairs_of_sums_share(row, cluster):
             sm_threads = max(sm_threads, 2 * threads)
         slots = 3 if self._deeper(row, span, cluster - halved, share) and 3 * slot <= room else 2
         resident = max(1, min(room // (slots * slot), sm_threads // threads))
@@ -600,6 +586,10 @@ class RowExpression(NamedTuple):
     def _shares_sums(self, row: RowProblem, cluster: int) -> bool:
         """Whether CTAs of a cluster have a vector a thread, and an SM each."""
         return self._pair(row) and not self.depth and 1 < cluster <= 4
+
+    def _pairs_of_sums_share(self, row: RowProblem, cluster: int) -> bool:
+        """Whether CTAs of two clusters share an SM where nothing is reduced."""
+        return cluster == 2 and not (self.depth or self._shares_sums(row, cluster))
 
     def _halved(self, row: RowProblem, cluster: int) -> bool:
         """Whether two CTAs share a row of two tiles that one could hold."""
