@@ -11,6 +11,7 @@ explains the letters.
 from __future__ import annotations
 
 import importlib
+import itertools
 import re
 import sys
 from collections.abc import Callable
@@ -74,6 +75,21 @@ def ours() -> dict[str, Op]:
     return {op.name: op for forward in every for op in _family(forward)}
 
 
+@cache
+def _by_epilogue() -> dict[str, Op]:
+    """Products of calls of ``linear`` with an epilogue that has a name, by theirs; gradients included."""
+    from cute_ops.ops.gemm.by_call import op_of_call  # start-up time, as in ours()
+    from cute_ops.ops.gemm.named import EPILOGUES
+
+    found: dict[str, Op] = {}
+    for epilogue, layout in itertools.product(EPILOGUES, ("n k", "k n")):
+        behind = ("*m n",) if epilogue == "add" else ()  # the residual, after the bias
+        for shapes in ((*first, *behind) for first in (("n",), (None,))):
+            op = op_of_call(epilogue, shapes, layout=layout)
+            found |= {each.name: each for each in _family(op)}
+    return found
+
+
 def _family(op: Op) -> list[Op]:
     """An op, the ops of its gradient, whole and narrowed, the ops that their programs call, and the ops of batches."""
     whole = (op, *op.steps, *([op.saving] if op.saving else []))
@@ -91,6 +107,8 @@ def find(name: str) -> Op:
     """
     if ":" not in name:
         if name not in ours():
+            if name in _by_epilogue():
+                return _by_epilogue()[name]
             from cute_ops.composite.models import MODELS  # as in ours()
             from cute_ops.ops import ATTENTION, OPS, PRODUCTS
 
@@ -166,7 +184,7 @@ def _held(value: Any) -> dict[str, Op]:
 
 def place(op: Op) -> str | None:
     """The name that :func:`find` finds an op by; None where no module holds it."""
-    if ours().get(op.name) is op:
+    if ours().get(op.name) is op or _by_epilogue().get(op.name) is op:
         return op.name
     if op.template is not None:
         one, where = op.template.unrolled(op.counts), place(op.template)

@@ -25,6 +25,7 @@ from cute_ops.declaration.binding import bind
 from cute_ops.jit.layout import Memory, compact
 from cute_ops.jit.target import Target, parse
 from cute_ops.ops import OPS
+from cute_ops.ops.gemm.by_call import op_of_call
 from tests.ops import writing
 
 HERE = Path(__file__).parent
@@ -96,6 +97,16 @@ def test_what_ran_on_a_vector_is_recorded(tmp_path: Path, monkeypatch: pytest.Mo
 
     (call,) = recorded(tmp_path / "m.txt", program, monkeypatch)
     assert build.variant_of(call, SM90) == ran[0]
+
+
+@pytest.mark.parametrize("layout", ["n k", "k n"])
+@pytest.mark.parametrize(("epilogue", "shapes"), [("bias", ("n",)), ("silu", (None,)), ("add", (None, "*m n"))])
+def test_products_of_named_epilogues_are_found(epilogue: str, shapes: tuple[str | None, ...], layout: str) -> None:
+    """With those of their gradients: other processes measure and build them."""
+    op = op_of_call(epilogue, shapes, layout=layout)
+    for each in (op, *op.steps, *([op.saving] if op.saving else [])):
+        assert lookup.find(lookup.place(each) or "") is each
+    assert lookup.place(op_of_call(lambda xp, acc: xp.tanh(acc) + 1.25, ())) is None
 
 
 @pytest.mark.parametrize("fused", ["auto", "always"])
