@@ -124,7 +124,7 @@ UNALIGNED_ALONE = (1, 1792)
 UNREDUCED_CTAS, UNREDUCED_VECTORS = 2, 2
 # Threads of an SM where they take no special instructions: modulate of 1041 x 50950 runs at 0.78 of a copy's rate, from
 # shared memory at 0.58; layer_scale of 1954 x 20033 at 0.94, at 0.85.
-UNREDUCED_THREADS, MOST_UNREDUCED_CLUSTER = 1344, 8
+UNREDUCED_THREADS, WIDE_UNREDUCED_THREADS, MOST_UNREDUCED_CLUSTER = 1344, 896, 8
 # The longest of them: a CTA of 384 threads, two or three of which share an SM.
 UNALIGNED_VECTORS = 1152
 # One dear tile in the registers of clusters: threads of an SM.
@@ -199,7 +199,8 @@ class RowExpression(NamedTuple):
         cluster = cluster_for(row.touched, CTA_VECTORS, row.max_cluster)
         if self._unreduced(row, cluster) and row.touched <= cluster * CTA_VECTORS:
             share = threads_for(-(-row.touched // cluster), UNREDUCED_VECTORS)
-            resident = max(UNREDUCED_THREADS // share, 1)
+            wide = "float32" in problem.dtypes.values()  # row vectors, which take registers
+            resident = max((WIDE_UNREDUCED_THREADS if wide else UNREDUCED_THREADS) // share, 1)
             return self._config("one_pass", share, share, cluster, resident, align_vectors=row.align_vectors)
         costs = self.special >= DEAR or (self.special and self.read > 1)
         if costs and row.touched <= cluster * CTA_VECTORS:

@@ -151,7 +151,7 @@ def _blocks(row: RowProblem, centred: bool) -> NormConfig:
     """A short unaligned row, which goes through shared memory as whole vectors of all rows of a CTA."""
     columns = BLOCKS_COLUMNS if centred else BLOCKS_LEAST
     share = next((share for share in (8, 16) if row.n <= share * columns and row.itemsize == 2), WARP)
-    resident = 8 if row.n <= share * FEW_BLOCKS_COLUMNS else 6
+    resident = 8 if row.n <= share * FEW_BLOCKS_COLUMNS else 6 if row.n <= share * BLOCKS_COLUMNS else 5
     return NormConfig("blocks", BLOCKS_THREADS, share, resident=resident, unroll=BLOCKS_UNROLL[row.itemsize])
 
 
