@@ -214,8 +214,8 @@ def flash_attn_with_kvcache(
     _check_together(k, v, rotary_cos, rotary_sin, cache_seqlens)
     if cache_seqlens is None:
         cache_seqlens = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
-    if isinstance(cache_seqlens, int):
-        cache_seqlens = torch.full(q.shape[:1], cache_seqlens, dtype=torch.int32, device=q.device)
+    if not isinstance(cache_seqlens, Tensor):
+        cache_seqlens = torch.full(q.shape[:1], int(cache_seqlens), dtype=torch.int32, device=q.device)
     if k is not None and v is not None:
         angles = None if rotary_cos is None or rotary_sin is None else (rotary_cos, rotary_sin, rotary_interleaved)
         local = causal or tuple(window_size) != (-1, -1)
@@ -226,7 +226,7 @@ def flash_attn_with_kvcache(
         (k_cache, v_cache), cache_seqlens, block_table = _in_pages(
             (k_cache, v_cache), cache_seqlens, cache_batch_idx, cache_leftpad
         )
-    left, right = window_size
+    left, right = (int(side) for side in window_size)  # a tensor of two numbers, too
     if q.shape[1] > MOST_QUERIES or not (causal or right == 0 or q.shape[1] == 1):
         out, lse = _attend(
             q, k_cache, v_cache, {"lengths": cache_seqlens, "page_table": block_table}, softmax_scale=softmax_scale,

@@ -164,7 +164,7 @@ def apply_rotary_emb(
         first = seqlen_offsets[sequence] if isinstance(seqlen_offsets, Tensor) else seqlen_offsets or 0
         places = tokens - cu_seqlens[sequence] + first
         cos, sin = cos[places], sin[places]
-    elif seqlen_offsets is None or isinstance(seqlen_offsets, int):
+    elif not isinstance(seqlen_offsets, Tensor):
         first = seqlen_offsets or 0
         cos, sin = cos[first : first + seqlen], sin[first : first + seqlen]
     else:

@@ -8,6 +8,7 @@ from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -203,7 +204,11 @@ def test_rotations_of_pairs() -> None:
     )  # fmt: skip
     cos, sin = angles.cos(), angles.sin()
     alike(lambda x: quack.apply_rotary_emb(x, cos, sin, True), lambda x: theirs(x, start), x)
-    alike(lambda x: quack.apply_rotary_emb(x, cos, sin, True, seqlen_offsets=2), lambda x: theirs(x, start + 2), x)
+    alike(
+        lambda x: quack.apply_rotary_emb(x, cos, sin, True, seqlen_offsets=np.int64(2)),
+        lambda x: theirs(x, start + 2),
+        x,
+    )
     offsets = torch.tensor([1, 3])
     alike(
         lambda x: quack.apply_rotary_emb(x, cos, sin, True, seqlen_offsets=offsets),

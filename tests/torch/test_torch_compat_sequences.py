@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -146,8 +147,9 @@ def test_flash_attention_with_a_cache(queries: int, paged: bool) -> None:
     )
     torch.testing.assert_close(unchanged, again, rtol=0, atol=0)
     whole = flash_attn.flash_attn_with_kvcache(q[:, -1:], *caches, block_table=table)
+    numbers: Any = {"cache_seqlens": np.int64(16), "window_size": torch.tensor([-1, 0])}  # of other libraries
     torch.testing.assert_close(
-        whole, flash_attn.flash_attn_with_kvcache(q[:, -1:], *caches, cache_seqlens=16, block_table=table)
+        whole, flash_attn.flash_attn_with_kvcache(q[:, -1:], *caches, block_table=table, **numbers)
     )
 
 
