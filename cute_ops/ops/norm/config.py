@@ -109,7 +109,7 @@ def forward(problem: Problem, centred: bool = False) -> NormConfig:
         found = _in_smem(problem, row, row.vectors, step(CENTRED_SMEM_SPAN, row.vectors), full=True)
         if found:
             return found
-    if _goes_in_blocks(problem, row, centred):
+    if row.n <= WARP * MOST_BLOCKS_COLUMNS and _goes_in_blocks(problem, row, centred):
         return _blocks(row, centred)
     if row.vectors <= CTA_VECTORS:
         several = row.vectors > (WARP if row.aligned or "residual" in problem.dtypes else SHORT_CENTRED_ROW)
