@@ -52,6 +52,14 @@ class Part(NamedTuple):
         return self.choice.kind
 
 
+class _Waits(Exception):
+    """A part waits for itself."""
+
+    def __init__(self, part: Part) -> None:
+        super().__init__(part)
+        self.part = part
+
+
 class Program:
     """A function of a jaxpr's inputs that returns its outputs.
 
@@ -76,8 +84,7 @@ class Program:
         while True:
             self.front = Front(closed, whole, passed, exact) if whole else first
             self._find()
-            self._replaced = {root: part for part in self.parts if part.call for root in part.found.roots}
-            self._order = list(self._ordered())
+            self._order = self._in_order()
             # A call with a derivative of its own is kept whole unless expressions compute all of it.
             kept = {id(unit.call) for unit in self._order if isinstance(unit, Step) and unit.call is not None}
             if not kept:
@@ -246,9 +253,26 @@ class Program:
         stops = (unit for unit in self._order if isinstance(unit, Step) and id(unit.equation) in passed)
         return {id(step) for step in stops if step.inputs[0].node in read}
 
+    def _in_order(self) -> list[Any]:
+        """What runs, in order. A part that would wait for itself is left to the program: an equation that it reads may
+        read one of its roots where the graph knows another way to compute that.
+        """
+        while True:
+            self._replaced = {root: part for part in self.parts if part.call for root in part.found.roots}
+            try:
+                return list(self._ordered())
+            except _Waits as error:
+                stays = Part(error.part.found, Choice("", why="the program reads it of its own results"), None)
+                self.parts = [stays if part is error.part else part for part in self.parts]
+
     def _ordered(self) -> Iterator[Any]:
-        """Equations, parts and nodes that the outputs need, and equations with effects, each after what it reads."""
+        """Equations, parts and nodes that the outputs need, and equations with effects, each after what it reads.
+
+        Raises:
+            _Waits: a part waits for itself.
+        """
         done: set[int] = set()
+        begun: dict[int, Any] = {}  # by id what waits for those after it
         steps = [step for step in self.front.steps if step.equation.effects]
         roots = [*steps, *(unit for value in self.front.outputs if (unit := self._unit(value)) is not None)]
         stack: list[Any] = roots[::-1]
@@ -259,9 +283,13 @@ class Program:
                 continue
             missing = [each for each in self._needs(unit) if id(each) not in done]
             if missing:
+                begun[id(unit)] = unit
+                if any(id(each) in begun for each in missing):
+                    raise _Waits(next(each for each in reversed(begun.values()) if isinstance(each, Part)))
                 stack += missing[::-1]
                 continue
             done.add(id(unit))
+            begun.pop(id(unit), None)
             stack.pop()
             yield unit
 

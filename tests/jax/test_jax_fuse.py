@@ -215,6 +215,23 @@ def test_a_stopped_number_that_a_part_and_the_program_read() -> None:
         same(cute_ops_jax.fuse(rows)(X), rows(X))
 
 
+def test_what_would_wait_for_itself_is_computed_in_turn() -> None:
+    """A stopped element of a softmax beside its entropy: a gather reads a result of the part that reads the gather."""
+    x, w = draw(6, N), draw(N, 7)
+    chosen = jnp.arange(6)[:, None]
+
+    def loss(w: jax.Array) -> jax.Array:
+        p = jax.nn.log_softmax(x @ w)
+        one = jnp.take_along_axis(p, chosen, -1)[:, 0]
+        ratio = jnp.exp(one - 0.9 * jax.lax.stop_gradient(one))
+        return jnp.sin(ratio + (jnp.exp(p) * p).sum(-1)).sum()
+
+    def product(w: jax.Array) -> jax.Array:
+        return jax.jvp(jax.grad(loss), (w,), (jnp.cos(w),))[1]
+
+    same(jax.jit(cute_ops_jax.fuse(product))(w), jax.jit(product)(w))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_groups_that_no_epilogue_has_are_left_out(dtype: str) -> None:
