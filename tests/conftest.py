@@ -92,6 +92,8 @@ def _compile_quickly() -> None:
     ours = ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"]
     if any(found.version.startswith("0.10.") for found in metadata.distributions(name="jaxlib")):
         os.environ["XLA_FLAGS"] = " ".join(dict.fromkeys([*flags, *ours]))
+    # The key of a program that JAX would look up in a kept cache takes 5% of the time to compile it.
+    os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "0")
     # No vector instructions, which each kind takes a program and a process that imports torch to look for, and no
     # processes that wait for something to compile: they import torch, too.
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
