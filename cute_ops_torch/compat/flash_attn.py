@@ -201,8 +201,8 @@ def flash_attn_with_kvcache(
 
     With ``k`` and ``v`` the new keys and values are written into the cache behind ``cache_seqlens`` others first, in
     place, keys rotated where ``rotary_cos`` and ``rotary_sin``, (positions, rotary dim / 2), are given; so are queries:
-    as the keys behind ``cache_seqlens`` with a causal mask or a window, else all as the first of them. Keys are split
-    over the GPU by our own heuristic. No gradient.
+    as the keys behind ``cache_seqlens`` with a causal mask or a window, else all as the first of them. New tokens that
+    have no room are left out. Keys are split over the GPU by our own heuristic. No gradient.
 
     Returns:
         ``out``; with ``return_softmax_lse`` ``(out, lse)``.
@@ -297,11 +297,15 @@ def _check_together(
 def _slots(
     seqlens: Tensor, new: int, size: int, block_table: Tensor | None, cache_batch_idx: Tensor | None
 ) -> Tensor:  # fmt: skip
-    """The slots of the cache for the new tokens of each sequence."""
+    """The slots of the cache for the new tokens of each sequence; -1 for those that it has no room for."""
     places = seqlens[:, None] + torch.arange(new, device=seqlens.device)  # (batch, new)
     if block_table is None:
-        return _rows(cache_batch_idx, places)[:, None] * size + places
-    return block_table.gather(1, places // size).long() * size + places % size
+        room, slots = size, _rows(cache_batch_idx, places)[:, None] * size + places
+    else:
+        pages = block_table.shape[1]
+        room, page = pages * size, block_table.gather(1, (places // size).clamp(max=pages - 1)).long()
+        slots = page * size + places % size
+    return torch.where(places < room, slots, -1)
 
 
 def _rows(cache_batch_idx: Tensor | None, like: Tensor) -> Tensor:

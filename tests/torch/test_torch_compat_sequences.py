@@ -153,6 +153,16 @@ def test_flash_attention_with_a_cache(queries: int, paged: bool) -> None:
     )
 
 
+@pytest.mark.parametrize("paged", [False, True])
+def test_tokens_beyond_a_cache_are_left_out(paged: bool) -> None:
+    """Not written into the next sequence's row or page."""
+    held, new, lengths = drawn(2, 16, 1, 16).half(), drawn(2, 3, 1, 16).half(), torch.tensor([14, 2]).int()
+    table, cache = torch.tensor([[0], [1]]).int() if paged else None, held.clone()
+    flash_attn.flash_attn_with_kvcache(new, cache, cache.clone(), new, new, cache_seqlens=lengths, block_table=table)
+    held[0, 14:], held[1, 2:5] = new[0, :2], new[1]
+    torch.testing.assert_close(cache, held, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize(("queries", "causal"), [(3, True), (3, False), (20, True), (20, False)])
 def test_caches_of_any_queries_and_slopes(queries: int, causal: bool) -> None:
     """Are those of keys side by side, in a batch and packed."""
