@@ -262,7 +262,8 @@ class Program:
             try:
                 return list(self._ordered())
             except _Waits as error:
-                stays = Part(error.part.found, Choice("", why="the program reads it of its own results"), None)
+                why = Choice("", why="it reads what the program computes from its results")
+                stays = Part(error.part.found, why, None)
                 self.parts = [stays if part is error.part else part for part in self.parts]
 
     def _ordered(self) -> Iterator[Any]:
