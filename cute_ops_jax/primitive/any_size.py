@@ -2,7 +2,7 @@
 
 A call is planned with numbers in the place of symbolic sizes. Rows are as aligned as they are for every size, and a
 scratch array may be as long as a symbolic size, a whole number of times, or as a fraction of it, rounded up, or as so
-many whole tiles.
+many whole tiles. Work that is split by how many SMs some sizes leave idle is not split.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def plan_for_any_size(binding: Binding, memory: Callable[[Shapes], dict[str, Mem
     chosen = dispatch.choose(numbers, places, target, fixed=False if dynamic else None)
     fixed, config = None not in chosen.variant.dims.values(), chosen.variant.config
 
-    def scratch(numbers: Binding) -> Mapping[str, Array]:
+    def scratch(numbers: Binding, target: Target = target) -> Mapping[str, Array]:
         return plan(numbers, _places(binding, numbers, memory), target, fixed=fixed, config=config).workspaces
 
     # Scratch arrays that suffice for many rows suffice for fewer, unless they grow with the rows.
@@ -56,13 +56,25 @@ def plan_for_any_size(binding: Binding, memory: Callable[[Shapes], dict[str, Mem
     sizes = {name: size for name, size in binding.dims.items() if not isinstance(size, tuple)}
     own = [name for name, size in sizes.items() if is_symbolic(size) and name not in op.derived]
     others = [_with_numbers(binding, factors={name: factor}) for name in own for factor in OTHERS]
-    found = {}
-    for name, array in chosen.workspaces.items():
-        seen = [(each.dims, scratch(each)[name].shape) for each in others]
-        found[name] = array._replace(shape=tuple(
-            _size(binding, size, numbers.dims, [(dims, shape[k]) for dims, shape in seen], own)
-            for k, size in enumerate(array.shape)
-        ))  # fmt: skip
+
+    def of_any_size(target: Target) -> dict[str, Array] | None:
+        found = {}
+        for name, array in scratch(numbers, target).items():
+            seen = [(each.dims, scratch(each, target)[name].shape) for each in others]
+            shape = [
+                _size(binding, size, numbers.dims, [(dims, other[k]) for dims, other in seen], own)
+                for k, size in enumerate(array.shape)
+            ]
+            if None in shape:
+                return None
+            found[name] = array._replace(shape=tuple(shape))
+        return found
+
+    # Kernels read from a scratch array into how many parts work is split, which depends on the sizes where a few do not
+    # occupy all SMs; one SM always has work.
+    found = of_any_size(target) or of_any_size(target._replace(sm_count=1))
+    if found is None:
+        raise _refused(binding, "its scratch arrays do not grow as one of them, or as a part of one")
     return chosen._replace(workspaces=found)
 
 
@@ -75,7 +87,7 @@ def with_numbers(binding: Binding, memory: Callable[[Shapes], dict[str, Memory]]
 def _size(binding: Binding, size: int, dims: Dims, others: Sequence[tuple[Dims, int]], names: Sequence[str]) -> Any:
     """A size of a scratch array: the same for all numbers that stand for symbolic sizes, or a multiple of one of them,
     which have these names, or a fraction of it, rounded up, or so many whole tiles. It is ``size`` where the numbers
-    are ``dims``; ``others`` are other numbers, with sizes.
+    are ``dims``; ``others`` are other numbers, with sizes. None where it is nothing of this.
     """
     if all(other == size for _, other in others):
         return size
@@ -88,7 +100,7 @@ def _size(binding: Binding, size: int, dims: Dims, others: Sequence[tuple[Dims, 
         part = -(-number // max(parts, 1))
         if all(-(-number // part) == parts for number, parts in every):
             return -(-binding.dims[name] // part) * tile
-    raise _refused(binding, "its scratch arrays do not grow as one of them, or as a part of one")
+    return None
 
 
 def _refused(binding: Binding, why: str) -> NotImplementedError:

@@ -47,16 +47,18 @@ def test_every_function_is_lowered_for_cuda(
         assert "custom_call" in text, function.name
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_gradients_of_attention_to_sequences_of_any_length(fake_kernels: Any, deterministic: bool) -> None:
-    """Sums lie in whole tiles of queries."""
+@pytest.mark.parametrize(("deterministic", "kv_heads"), [(False, 8), (True, 8), (False, 2), (True, 2)])
+def test_gradients_of_attention_to_sequences_of_any_length(
+    fake_kernels: Any, deterministic: bool, kv_heads: int
+) -> None:
+    """Sums lie in whole tiles of queries; heads that share keys are not split."""
 
     def slopes(*given: Any) -> Any:
         out, back = jax.vjp(lambda *x: cute_ops_jax.attention(*x, deterministic=deterministic)[0], *given)
         return back(out)
 
     (length,) = jax.export.symbolic_shape("s")
-    shapes = [jax.ShapeDtypeStruct((2, length, 2, 128), jnp.bfloat16)] * 3
+    shapes = [jax.ShapeDtypeStruct((2, length, heads, 128), jnp.bfloat16) for heads in (8, kv_heads, kv_heads)]
     text = exporting._serialized(slopes, ["cuda"], 0, shapes, {})[1]
     assert "attention_bwd" in text
 
