@@ -12,6 +12,7 @@ from cute_ops import Array, Op
 from cute_ops.autotune.dispatch import choose
 from cute_ops.declaration.binding import bind
 from cute_ops.jit.compile_pool import worker
+from cute_ops.jit.layout import Memory
 from cute_ops.jit.target import parse
 from cute_ops.ops import MODELS, OPS, PARTS
 from cute_ops.testing import kernel_calls
@@ -32,6 +33,17 @@ def test_rows_of_some_ctas(name: str) -> None:
     for n in (int(rng.integers(1, 64)), int(rng.integers(65, 256)), 97):
         for rows, dtype in ((37, "bfloat16"), (133, "float32")):
             kernel_calls.check(kernel_calls.made(BY_NAME[name], rows, n, dtype, "compact", rng), n < 100)
+
+
+@pytest.mark.parametrize("name", ["layernorm", "add_rmsnorm"])
+def test_rows_that_lie_apart_stay_in_registers(name: str) -> None:
+    """They do not follow on each other: threads for single elements would hold too many vectors of them."""
+    forms, op = {}, BY_NAME[name]
+    arrays = {key: Array(t.of(op.example((64,), 333)), "bfloat16") for key, t in op.inputs.items()}
+    for stride in (333, 334, 336):
+        memory = {"x": Memory((stride, 1))}
+        forms[stride] = choose(bind(op, arrays), memory, parse("sm_90a")).variant.config["form"]
+    assert forms.pop(333) == "blocks" not in forms.values()
 
 
 @pytest.mark.slow

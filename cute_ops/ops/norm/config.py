@@ -137,8 +137,13 @@ def _centred_row(problem: Problem, row: RowProblem) -> NormConfig:
 
 
 def _goes_in_blocks(problem: Problem, row: RowProblem, centred: bool) -> bool:
-    """Whether a row is a short one that starts off a vector. Half vectors need no masks, which RMS norms do without."""
-    if row.n % row.vector_elements == 0 or row.vectors <= SHORTEST_ROW:
+    """Whether a row is a short one that starts off a vector. Half vectors need no masks, which RMS norms do without.
+
+    Rows that lie apart do not go through shared memory as one piece: in registers they have a config of their own.
+    """
+    sizes = {name: row.n * ITEMSIZE[problem.dtypes[name]] for name in TENSORS if name in problem.dtypes}
+    follow = all(problem.aligns[name] == min(size & -size, VECTOR_BYTES) for name, size in sizes.items())
+    if not follow or row.n % row.vector_elements == 0 or row.vectors <= SHORTEST_ROW:
         return False
     halves = row.n % (row.vector_elements // 2) == 0
     if row.itemsize == 4:
