@@ -215,7 +215,7 @@ def flash_attn_with_kvcache(
     if cache_seqlens is None:
         cache_seqlens = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
     if not isinstance(cache_seqlens, Tensor):
-        cache_seqlens = torch.full(q.shape[:1], int(cache_seqlens), dtype=torch.int32, device=q.device)
+        cache_seqlens = torch.full(q.shape[:1], cache_seqlens, dtype=torch.int32, device=q.device)
     if k is not None and v is not None:
         angles = None if rotary_cos is None or rotary_sin is None else (rotary_cos, rotary_sin, rotary_interleaved)
         local = causal or tuple(window_size) != (-1, -1)
