@@ -192,6 +192,12 @@ def is_plain(x: torch.Tensor) -> bool:
     return type(x) is torch.Tensor and (torch.compiler.is_compiling() or not transforms_active())
 
 
+def is_exporting() -> bool:
+    """Whether ``torch.export`` traces. With ``strict=True`` an ``autograd.Function`` has no gradient in its graph."""
+    # The flag itself: Dynamo of torch 2.11 takes `is_exporting()` for true in each compile.
+    return bool(getattr(torch.compiler, "_is_exporting_flag", False))
+
+
 def has_hooks(module: nn.Module) -> bool:
     return bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks

@@ -10,7 +10,7 @@ from torch import nn
 from cute_ops_torch import functions
 from cute_ops_torch.huggingface import attention, residual_norm, sums
 from cute_ops_torch.huggingface.autograd_nodes import linear_add_rmsnorm, rmsnorm_and_residual, silu_mlp_add_rmsnorm
-from cute_ops_torch.huggingface.bypass import can_bypass_linear, is_plain, parameter, runs, takes
+from cute_ops_torch.huggingface.bypass import can_bypass_linear, is_exporting, is_plain, parameter, runs, takes
 from cute_ops_torch.huggingface.match import Forward, Replacement
 from cute_ops_torch.huggingface.mlp import drops_product
 from cute_ops_torch.huggingface.norm import LLAMA as LLAMA_NORM
@@ -97,7 +97,7 @@ def _norm_and_residual(norm: LlamaRMSNorm, residual: Tensor) -> tuple[Tensor, Te
 
 def _can_fuse(norm: nn.Module, x: Tensor) -> bool:
     """Whether a norm of ``x`` may be fused with another use of ``x``, instead of being called."""
-    if not (torch.is_grad_enabled() and is_plain(x) and runs(norm, llama_rmsnorm)):
+    if not (torch.is_grad_enabled() and is_plain(x) and runs(norm, llama_rmsnorm)) or is_exporting():
         return False
     weight = parameter(norm, "weight")
     return weight is not None and (x.dtype, x.device) == (weight.dtype, weight.device) and takes(x, weight)

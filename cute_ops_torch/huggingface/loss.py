@@ -20,7 +20,7 @@ from cute_ops_torch import functions
 from cute_ops_torch.composite.linear_cross_entropy import loss_of_head
 from cute_ops_torch.huggingface import mlp, traced
 from cute_ops_torch.huggingface.attention import Bypassed
-from cute_ops_torch.huggingface.bypass import calls, is_plain_linear, reads, takes
+from cute_ops_torch.huggingface.bypass import calls, is_exporting, is_plain_linear, reads, takes
 from cute_ops_torch.huggingface.counted_rows import CountedRows
 from cute_ops_torch.huggingface.lazy_logits import PLAIN, Caps, LazyLogits, realised
 from cute_ops_torch.huggingface.match import Forward, Replacement, innermost, rebind
@@ -289,8 +289,7 @@ _COUNTS = (torch.int64, torch.int32, torch.float32)
 
 def _counts_in_graph() -> bool:
     """Whether a program is being compiled that can wait for the GPU: one for another process might not."""
-    # The flag itself: Dynamo of torch 2.11 takes `is_exporting()` for true in each compile.
-    return torch.compiler.is_compiling() and not getattr(torch.compiler, "_is_exporting_flag", False)
+    return torch.compiler.is_compiling() and not is_exporting()
 
 
 def _loss_of_logits(

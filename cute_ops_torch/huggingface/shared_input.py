@@ -19,7 +19,7 @@ from cute_ops.ops.gemm.sums import column_sum
 from cute_ops_torch.composite.constant import overloads
 from cute_ops_torch.huggingface import products
 from cute_ops_torch.huggingface.attention import Bypassed, unwrapped
-from cute_ops_torch.huggingface.bypass import is_plain, is_plain_linear, parameter, takes
+from cute_ops_torch.huggingface.bypass import is_exporting, is_plain, is_plain_linear, parameter, takes
 from cute_ops_torch.huggingface.match import Forward, Replacement, innermost
 from cute_ops_torch.huggingface.source import Parameters, definition
 from cute_ops_torch.library.no_gradient import once
@@ -94,6 +94,8 @@ class _Together:
 
 def projections(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
     """``x @ w.T + b`` for each weight and bias."""
+    if is_exporting():
+        return tuple(nn.functional.linear(x, w, b) for w, b in zip(weights, biases, strict=True))
     return _Projections.apply(x, *weights, *biases)  # type: ignore[no-untyped-call, no-any-return]
 
 

@@ -195,15 +195,20 @@ def test_a_graph_of_all_lengths() -> None:
         torch.testing.assert_close(compiled(**given).loss, model(**given).loss, rtol=2e-2, atol=0)
 
 
-def test_an_exported_model_keeps_its_ops() -> None:
-    """`torch.export` runs a model's code, without Dynamo."""
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_model_keeps_its_ops(strict: bool) -> None:
+    """And its gradients: `torch.export` runs a model's code, or traces it by Dynamo, which loses those of Functions."""
     model, inputs = made(MODELS["Llama"])
     cute_ops_torch.patch(model, logits=True)
-    program = torch.export.export(model, (), {**inputs, "use_cache": False})
-    torch.testing.assert_close(
-        program.module()(**inputs, use_cache=False).loss, model(**inputs).loss, rtol=2e-2, atol=0
-    )
+    program = torch.export.export(model, (), {**inputs, "use_cache": False}, strict=strict)
     assert {"cute.rmsnorm.default", "cute.rope.default"} <= {str(node.target) for node in program.graph.nodes}
+    exported: Any = program.module()
+    for each in (exported, model):
+        each.zero_grad()
+        each(**inputs, use_cache=False).loss.backward()
+    found = dict(exported.named_parameters())
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(found[name].grad, p.grad, rtol=0.1, atol=2e-2 * p.grad.abs().max().item())
 
 
 @pytest.mark.slow
