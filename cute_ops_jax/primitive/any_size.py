@@ -97,9 +97,9 @@ def _size(binding: Binding, size: int, dims: Dims, others: Sequence[tuple[Dims, 
             return size // dims[name] * binding.dims[name]
         every = [(dims[name], size // tile), *((by[name], other // tile) for by, other in others)]
         number, parts = max(every)
-        part = -(-number // max(parts, 1))
-        if all(-(-number // part) == parts for number, parts in every):
-            return -(-binding.dims[name] // part) * tile
+        for part in (tile, -(-number // max(parts, 1))):  # the second is no larger than what a part is
+            if all(-(-number // part) == parts for number, parts in every):
+                return -(-binding.dims[name] // part) * tile
     return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ import pytest
 
 import cute_ops_jax
 from cute_ops_jax import exporting
+from cute_ops_jax.primitive import any_size
 from tests.jax.every_function import Function, every
 
 COMPOSED = {
@@ -61,6 +63,13 @@ def test_gradients_of_attention_to_sequences_of_any_length(
     shapes = [jax.ShapeDtypeStruct((2, length, heads, 128), jnp.bfloat16) for heads in (8, kv_heads, kv_heads)]
     text = exporting._serialized(slopes, ["cuda"], 0, shapes, {})[1]
     assert "attention_bwd" in text
+
+
+def test_scratch_arrays_of_whole_tiles_are_no_longer() -> None:
+    (length,) = jax.export.symbolic_shape("s")
+    binding: Any = SimpleNamespace(dims={"s": length})
+    found = any_size._size(binding, 4224, {"s": 4099}, [({"s": s}, -(-s // 128) * 128) for s in (1, 67, 8209)], ["s"])
+    assert found == -(-length // 128) * 128
 
 
 @pytest.mark.drawn(0.4)
