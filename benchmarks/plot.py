@@ -20,7 +20,21 @@ import pictures
 import several_gpus
 from common import markdown, read
 from pictures import STYLES, TITLES, Row, copy_rate, plain, shape, unique
-from summary import OURS, OURS_JAX, XLA, Point, behind, given, head, mean, of_expressions, optax, overview, points
+from summary import (
+    OURS,
+    OURS_JAX,
+    XLA,
+    Point,
+    behind,
+    given,
+    head,
+    head_kinds,
+    mean,
+    of_expressions,
+    optax,
+    overview,
+    points,
+)
 
 BEGIN, END = "<!-- figures: begin (made by benchmarks/plot.py) -->", "<!-- figures: end -->"
 HEADLINE = tuple(mark.replace("figures:", "headline:") for mark in (BEGIN, END))
@@ -110,6 +124,7 @@ def section(folder: Path) -> str:
         ("llama_step", "Training step", step_table),
         ("optax_decoder", "Training step in JAX", optax),
         ("linear_cross_entropy", "Loss of a linear head", head),
+        ("head_losses", "Preferences and distillation on a linear head", head_kinds),
         ("host_time", "Host time", host_table),
         ("linear", "Matrix products", product_table),
         ("fusion", "Our kernels or Inductor's fusion", fusion_table),

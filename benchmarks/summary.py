@@ -256,6 +256,15 @@ def head(rows: Sequence[dict[str, str]]) -> str:
     return markdown(("loss of a linear head", "rows x hidden x vocabulary", "ms", "peak MB"), lines)
 
 
+def head_kinds(rows: Sequence[dict[str, str]]) -> str:
+    """Losses of preferences and of distillation on a linear head: each contender's time and peak memory by kind."""
+    lines = []
+    for r in rows:
+        shape = f"{int(r['sequences']) * int(r['tokens'])} x {r['hidden']} x {r['vocabulary']}"
+        lines.append((r["kind"], r["contender"], shape, r["ms"] or r["status"], r["peak_mb"]))
+    return markdown(("loss", "contender", "rows x hidden x vocabulary", "ms", "peak MB"), lines)
+
+
 def optax(rows: Sequence[dict[str, str]]) -> str:
     """Training steps in JAX: ours beside XLA's own."""
     speed = {(r["model"], r["ops"]): float(r["tokens_per_s"]) for r in rows}
@@ -296,7 +305,9 @@ def summary(folder: Path) -> str:
     ]
     for name, title, make in (
         ("host_time", "Host time", host), ("fusion", "Ours or fused", fusion), ("llama_step", "Training step", step),
-        ("linear_cross_entropy", "Loss of a linear head", head), ("optax_decoder", "Training step in JAX", optax),
+        ("linear_cross_entropy", "Loss of a linear head", head),
+        ("head_losses", "Preferences and distillation on a linear head", head_kinds),
+        ("optax_decoder", "Training step in JAX", optax),
     ):  # fmt: skip
         path = folder / f"{name}.csv"
         if path.exists():
