@@ -68,8 +68,9 @@ ONE_WAVE = 0.94
 AS_FAST = 1.005
 # Bytes that memory takes of outputs in a cycle at most, each SM's share: no config is faster, whatever its tiles take.
 # Gradients of weights by 62 to 64 rows then have tiles of 128 columns, not 192: 14336 x 6400 takes 49.3 us instead of
-# 55.5, 18944 x 9216 99 instead of 106, 10240 x 14336 83 instead of 90 (H200).
-STORED_BYTES = 17
+# 55.5, 18944 x 9216 99 instead of 106, 10240 x 14336 83 instead of 90 (H200). These take up to LONGEST_STORED of the
+# fastest config's time by the model; what takes longer was not measured, and would have tiles of 64 rows.
+STORED_BYTES, LONGEST_STORED = 17, 1.12
 # Cycles until the CTAs of a cluster have each other's sums, bytes of these that they exchange in a cycle; cycles to
 # start another CTA.
 EXCHANGE, EXCHANGE_BYTES, START = 600, 8, 2000
@@ -220,7 +221,8 @@ def choose(size: GemmSize, cost: EpilogueCost, arch: str, sm_count: int, by_rows
 
     def fastest(found: Iterable[GemmConfig]) -> GemmConfig | None:
         times = {config: slowest_cycles(config, size, cost) for config in found}
-        most = max(AS_FAST * min(times.values(), default=0), stored)
+        least = min(times.values(), default=0)
+        most = max(AS_FAST * least, min(stored, LONGEST_STORED * least))
         near = [config for config, time in times.items() if time <= most]
         return min(near, key=lambda config: (*_loads(config, size), times[config]), default=None)
 
