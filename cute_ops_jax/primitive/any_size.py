@@ -2,11 +2,13 @@
 
 A call is planned with numbers in the place of symbolic sizes. Rows are as aligned as they are for every size, and a
 scratch array may be as long as a symbolic size, a whole number of times, or as a fraction of it, rounded up, or as so
-many whole tiles. Work that is split by how many SMs some sizes leave idle is not split.
+many whole tiles, those of packed sequences among them. Work that is split by how many SMs some sizes leave idle is not
+split.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -23,6 +25,7 @@ from cute_ops.jit.target import Target
 MANY_ROWS = 1 << 20
 # For other sizes: no rounding of a prime is a multiple of it. A few more show what depends on them.
 PRIME, OTHERS = 4099, (1, 67, 8209)
+TILES = (16, 32, 64, 128, 256)  # tokens of packed sequences
 NO_FACTORS: Mapping[str, int] = {}
 Dims = Mapping[str, Any]
 
@@ -100,6 +103,15 @@ def _size(binding: Binding, size: int, dims: Dims, others: Sequence[tuple[Dims, 
         for part in (tile, -(-number // max(parts, 1))):  # the second is no larger than what a part is
             if all(-(-number // part) == parts for number, parts in every):
                 return -(-binding.dims[name] // part) * tile
+    # Packed sequences have as many tiles as their tokens fill, a few more, and one more each.
+    for name, each, part, unit in itertools.product(names, (None, *names), TILES, (tile, 1)):
+
+        def whole(dims: Dims, name: str = name, each: str | None = each, part: int = part, unit: int = unit) -> Any:
+            return (dims[name] // part + (dims[each] if each else 0)) * unit
+
+        rest = size - whole(dims)
+        if rest >= 0 and all(other == whole(by) + rest for by, other in others):
+            return whole(binding.dims) + rest
     return None
 
 

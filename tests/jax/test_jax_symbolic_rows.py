@@ -65,6 +65,21 @@ def test_gradients_of_attention_to_sequences_of_any_length(
     assert "attention_bwd" in text
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_gradients_of_any_number_of_packed_sequences(fake_kernels: Any, deterministic: bool) -> None:
+    """Sums, and turns in which these are added to, lie in the tiles that tokens fill and one more for each sequence."""
+
+    def slopes(q: Any, k: Any, offsets: Any) -> Any:
+        given = {"causal": True, "deterministic": deterministic}
+        out, back = jax.vjp(lambda q, k: cute_ops_jax.attention_packed(q, k, k, offsets, offsets, **given)[0], q, k)
+        return back(out)
+
+    tokens, ends = jax.export.symbolic_shape("s, b")
+    shapes = [jax.ShapeDtypeStruct((tokens, heads, 128), jnp.bfloat16) for heads in (8, 2)]
+    text = exporting._serialized(slopes, ["cuda"], 0, [*shapes, jax.ShapeDtypeStruct((ends,), jnp.int32)], {})[1]
+    assert "attention_packed_bwd" in text
+
+
 def test_scratch_arrays_of_whole_tiles_are_no_longer() -> None:
     (length,) = jax.export.symbolic_shape("s")
     binding: Any = SimpleNamespace(dims={"s": length})
