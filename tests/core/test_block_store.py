@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from cute_ops.declaration.binding import bind
 from cute_ops.jit.compile_pool import worker
 from cute_ops.jit.layout import Memory
 from cute_ops.jit.target import parse
+from cute_ops.kernels.norm.config import NormConfig
 from cute_ops.ops import MODELS, OPS, PARTS
 from cute_ops.testing import kernel_calls
 from cute_ops.tools import sass
@@ -33,6 +35,21 @@ def test_rows_of_some_ctas(name: str) -> None:
     for n in (int(rng.integers(1, 64)), int(rng.integers(65, 256)), 97):
         for rows, dtype in ((37, "bfloat16"), (133, "float32")):
             kernel_calls.check(kernel_calls.made(BY_NAME[name], rows, n, dtype, "compact", rng), n < 100)
+
+
+@pytest.mark.parametrize("name", ["layernorm", "add_rmsnorm"])
+def test_rows_that_begin_off_a_vector_have_threads_enough(name: str) -> None:
+    """No thread holds more than three vectors: of 505 columns eight threads would hold nine each, and spill them."""
+    rng = np.random.default_rng((SEED, *name.encode()))
+    for n in (97, int(rng.integers(100, 505)) | 1, 505):
+        call = kernel_calls.made(BY_NAME[name], 21, n, "bfloat16", "off", rng)
+        assert call.planned()[1].variant.config["form"] == "blocks"
+        with kernel_calls.interpreted("cute_ops.kernels.norm.fwd_blocks"):
+            kernel = import_module("cute_ops.kernels.norm.fwd_blocks")
+            variant = call.planned()[1].variant
+            held = kernel.blocks(variant, NormConfig.of(variant.config), name == "layernorm")
+        assert held.tile.threads_per_row * kernel.VECTORS * 8 >= n, n
+        kernel_calls.check(call, n < 100)
 
 
 @pytest.mark.parametrize("name", ["layernorm", "add_rmsnorm"])

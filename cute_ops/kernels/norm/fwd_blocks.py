@@ -7,6 +7,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
 from cute_ops.declaration.shapes import ITEMSIZE
+from cute_ops.hardware import VECTOR_BYTES, WARP
 from cute_ops.kernels.lib.column_params import affine, column_vectors
 from cute_ops.kernels.lib.copy import narrow, widen
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
@@ -15,8 +16,8 @@ from cute_ops.kernels.lib.row_layout import RowTile, clusters, present, row_addr
 from cute_ops.kernels.norm.fwd import ROW_TENSORS, NormForward
 from cute_ops.kernels.norm.statistics import normalised, row_statistics
 
-# Threads of a short unaligned row that is held in vectors.
-VECTOR_THREADS = 8
+# Vectors of a thread of a short unaligned row that is held in vectors.
+VECTORS = 3
 
 
 def blocks(variant, config, centred):
@@ -24,7 +25,9 @@ def blocks(variant, config, centred):
     form = NormForwardBlocks(variant, config, centred)
     if form.blocks.holds(present(variant, ROW_TENSORS)):
         return form
-    return NormForward(variant, replace(config, threads_per_row=VECTOR_THREADS, unroll=1), centred)
+    vectors = form.n * max(ITEMSIZE[key.dtype] for key in present(variant, ROW_TENSORS)) // VECTOR_BYTES + 2
+    share = next((share for share in (8, 16) if vectors <= share * VECTORS), WARP)
+    return NormForward(variant, replace(config, threads_per_row=share, unroll=1, resident=1), centred)
 
 
 class NormForwardBlocks:
