@@ -104,10 +104,10 @@ def _size(binding: Binding, size: int, dims: Dims, others: Sequence[tuple[Dims, 
             if all(-(-number // part) == parts for number, parts in every):
                 return -(-binding.dims[name] // part) * tile
     # Packed sequences have as many tiles as their tokens fill, a few more, and one more each.
-    for name, each, part, unit in itertools.product(names, (None, *names), TILES, (tile, 1)):
+    for name, each, part, unit in itertools.product((*names, ""), ("", *names), TILES, (tile, *TILES, 1)):
 
-        def whole(dims: Dims, name: str = name, each: str | None = each, part: int = part, unit: int = unit) -> Any:
-            return (dims[name] // part + (dims[each] if each else 0)) * unit
+        def whole(dims: Dims, name: str = name, each: str = each, part: int = part, unit: int = unit) -> Any:
+            return ((dims[name] // part if name else 0) + (dims[each] if each else 0)) * unit
 
         rest = size - whole(dims)
         if rest >= 0 and all(other == whole(by) + rest for by, other in others):
