@@ -104,7 +104,7 @@ def _size(binding: Binding, size: int, dims: Dims, others: Sequence[tuple[Dims, 
             if all(-(-number // part) == parts for number, parts in every):
                 return -(-binding.dims[name] // part) * tile
     # Packed sequences have as many tiles as their tokens fill, a few more, and one more each.
-    for name, each, part, unit in itertools.product((*names, ""), ("", *names), TILES, (tile, *TILES, 1)):
+    for unit, name, each, part in itertools.product((tile, *TILES, 1), (*names, ""), ("", *names), TILES):
 
         def whole(dims: Dims, name: str = name, each: str = each, part: int = part, unit: int = unit) -> Any:
             return ((dims[name] // part if name else 0) + (dims[each] if each else 0)) * unit
