@@ -19,6 +19,7 @@ from cute_ops.declaration.binding import bind
 from cute_ops.declaration.shapes import Array
 from cute_ops.expressions.reference import evaluate
 from cute_ops.jit.compile_pool import worker
+from cute_ops.jit.layout import Memory, compact
 from cute_ops.jit.plan import plan
 from cute_ops.jit.target import parse
 from cute_ops.kernels.attention import forward, tiles
@@ -31,6 +32,7 @@ from cute_ops.ops.attention.attention import attention, attention_bwd
 from cute_ops.ops.attention.by_call import Captured, kind_of, op_of_call
 from cute_ops.ops.attention.mods import LARGE_CAP, gradient_of, mask_mod, score_of
 from tests.emulator import products, ptx_cta, ptx_sm90
+from tests.emulator.launches import HostCode
 from tests.ops.attention_calls import NO_FUNCTIONS, Bounded, Call, Functions, arrays, expected
 
 DESCRIPTOR = bytes(128)
@@ -420,6 +422,25 @@ def _check_one_pass(call: Call, functions: Functions, folder: Path) -> None:
         dk, dv = (dk * call.d**-0.5).astype(q.dtype), dv.astype(q.dtype)
     dq = by_rows(sums)[:, :, : call.s].transpose(0, 2, 1, 3) * call.d**-0.5
     _check({"dq": dq.astype(q.dtype), "dk": dk, "dv": dv}, right)
+
+
+@pytest.mark.slow
+@products.emulated
+def test_grids_for_more_than_two_to_the_31_elements(tmp_path: Path) -> None:
+    """Of the kernels that zero and round the sums of dq, here of so many elements."""
+    batch = 2**31 // (128 * 8 * 64) + 3
+    q, k = (Array((batch, 128, heads, 64), "bfloat16") for heads in (8, 1))
+    given = {"q": q, "k": k, "v": k, "out": q, "lse": Array((batch, 8, 128), "float32"), "dout": q}
+    binding = bind(attention_bwd, given, {"causal": True})
+    found = plan(binding, {name: Memory(compact(a.shape)) for name, a in given.items()}, parse("sm_90a:132"))
+    arrays = {**binding.inputs, **binding.outputs, **found.workspaces}
+    tensors: list[Any] = []
+    for key in filter(None, found.variant.args):
+        shape = found.views[key.name].shape if key.name in found.views else arrays[key.name].shape
+        tensors.append((len(tensors) + 1 << 40, shape, compact(shape)))
+    launches = {each.kernel: each.grid for each in HostCode(found.variant, tmp_path).launches(tensors)}
+    elements = batch * 8 * 128 * 64
+    assert [grid[0] for grid in launches.values()] == [elements // 64 * 8 // 256, batch, elements // 16 // 256]
 
 
 @pytest.mark.drawn(0.25)

@@ -21,6 +21,7 @@ from cute_ops.kernels.attention.config import AttentionBackwardConfig
 from cute_ops.kernels.attention.mods import Mods, by_index
 from cute_ops.kernels.attention.ranges import Ranges
 from cute_ops.kernels.attention.softmax import exp2
+from cute_ops.kernels.attention.sums import elements_of
 from cute_ops.kernels.attention.tiles import Sizes, address_of, offsets_of, row_at, sizes_of, view
 from cute_ops.kernels.lib.activation import LOG2_E
 from cute_ops.kernels.lib.copy import fragment, load_if, store_if
@@ -69,7 +70,7 @@ class AttentionBackward:
         captured = by_index(captured, self.mods)
         first, second = (sizes_of(mQ, mK, captured, tuple(each), offsets) for each in (tables[:2], tables[2:]))
         packed = tuple(second) if const_expr(self.packed and self.one_pass is not None) else None
-        rows = Int64(cute.size(mDelta))
+        rows = elements_of(mDelta)
         mTurns = None if const_expr(mTurns is None) else folded(mTurns, own=2)
         self.delta((mOut, mDout), (mLse, mDlse), (mDelta, mLogs), (mSums, mTurns), packed).launch(
             grid=[Int32((rows * self.lanes + (WARP * WARPS - 1)) // (WARP * WARPS)), 1, 1],
@@ -119,7 +120,7 @@ class AttentionBackward:
         index, lane = thread // self.lanes, cute.arch.lane_idx() % self.lanes
         let_next_start(self.pdl)
         wait_for_previous(self.pdl)
-        inside = index < cute.size(mDelta)
+        inside = index < elements_of(mDelta)
         row, head, batch = row_at(index, seqlen, heads)
         token, given = row, inside & (row < seqlen_q)
         if const_expr(packed is not None):
@@ -142,9 +143,9 @@ class AttentionBackward:
             if const_expr(mLogs is not None):
                 mLogs[batch, head, row] = self.one_pass.weights.of_lse(mLse[at], given)
         if const_expr(mSums is not None):
-            zeros, vectors = fragment(Float32, 4, 0.0), Int64(cute.size(mSums)) // 4
+            zeros, vectors = fragment(Float32, 4, 0.0), elements_of(mSums) // 4
             start = Int64(cute.arch.block_idx()[0]) * (WARP * WARPS) + cute.arch.thread_idx()[0]
-            step = Int64(cute.size(mDelta)) * self.lanes  # threads, and a few in the last CTA
+            step = elements_of(mDelta) * self.lanes  # threads, and a few in the last CTA
             for i in cutlass.range(Int32((vectors + step - 1) // step), unroll=1):
                 vector = start + i * step
                 store_if(vector < vectors, zeros, mSums.iterator.toint() + vector * (4 * Float32.width // 8))

@@ -25,7 +25,7 @@ class SumsOfQueries:
     def finish(self, mSums, outs: cutlass.Constexpr, packed: cutlass.Constexpr, stream):
         """Launch the kernel that rounds dq. ``packed``: sizes, where sums are those of packed sequences' tiles."""
         (mDq,) = outs
-        vectors = Int64(cute.size(mDq if packed is None else mSums)) // CHUNK
+        vectors = elements_of(mDq if packed is None else mSums) // CHUNK
         self.round(mSums, mDq, packed).launch(
             grid=[Int32((vectors + (THREADS - 1)) // THREADS), 1, 1], block=[THREADS, 1, 1], stream=stream
         )
@@ -37,7 +37,7 @@ class SumsOfQueries:
         rows = mDq if const_expr(packed is None) else mSums
         seqlen, heads = Int32(rows.shape[0]), Int32(rows.shape[2])
         row_index, chunk = index // (self.d // CHUNK), Int32(index % (self.d // CHUNK))
-        if index < Int64(cute.size(rows)) // CHUNK:
+        if index < elements_of(rows) // CHUNK:
             row, head, batch = row_at(row_index, seqlen, heads)
             token, given = row, Boolean(True)
             if const_expr(packed is not None):
@@ -72,7 +72,7 @@ class SumsOfTiles:
             packed: sizes, where sums are those of packed sequences' tiles.
             parts: how many sums are added, all gradients of one after those of another; None is one.
         """
-        pairs = Int64(cute.size(mSums)) // (2 * CHUNK)
+        pairs = elements_of(mSums) // (2 * CHUNK)
         if const_expr(parts is not None):
             pairs = pairs // parts
         self.round(mSums, tuple(outs), packed, parts).launch(
@@ -84,7 +84,7 @@ class SumsOfTiles:
         """Write a chunk of two rows, 8 apart, with each thread."""
         index = Int64(cute.arch.block_idx()[0]) * THREADS + cute.arch.thread_idx()[0]
         length, heads, batches = (Int32(mSums.shape[i]) for i in (0, 2, 3))
-        pairs = Int64(cute.size(mSums)) // (2 * CHUNK)
+        pairs = elements_of(mSums) // (2 * CHUNK)
         if const_expr(parts is not None):
             batches, pairs = batches // parts, pairs // parts
         pair_index, chunk = index // (self.width // CHUNK), Int32(index % (self.width // CHUNK))
@@ -143,6 +143,14 @@ class PartsOfKeys(SumsOfTiles):
                 for i in range(TOGETHER):
                     rX[i] = rSums[TOGETHER * block + i]
                 store(rX, address + block * (threads * TOGETHER * Float32.width // 8))
+
+
+def elements_of(m):
+    """How many elements a tensor has: ``cute.size`` of sizes in 32 bits wraps from 2^31 on."""
+    count = Int64(1)
+    for size in m.shape:
+        count *= size
+    return count
 
 
 @dsl_user_op
