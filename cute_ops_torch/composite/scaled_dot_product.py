@@ -24,6 +24,7 @@ ALL = (-1, -1)  # the limits of a mask that allows all
 _calls: dict[Any, tuple[float, bool]] = {}  # scale and causal of direct calls of our op
 _MOST_CALLS = 1 << 12
 _compiling = torch.compiler.is_dynamo_compiling
+_fixed = torch.are_deterministic_algorithms_enabled
 
 
 def computes(x: Tensor) -> bool:
@@ -40,7 +41,7 @@ def scaled_dot_product_attention(
 
     It does in 16 bits on Hopper and on a CPU, with head sizes of 16, 32 ... 256. With a mask or dropout, in float32,
     where more queries than keys are causal, and for a single query on a GPU, for which torch's kernel splits the keys,
-    torch's function runs.
+    torch's function runs. Gradients are summed in a fixed order under ``torch.use_deterministic_algorithms(True)``.
 
     Args:
         query: ``[*, heads, L, E]``.
@@ -67,7 +68,7 @@ def scaled_dot_product_attention(
             call = None
     if known is not None:  # a call like an earlier one: what its shapes mean is known
         q, k, v = query.transpose(-3, -2), key.transpose(-3, -2), value.transpose(-3, -2)
-        return _attention(q, k, v, None, *known)[0].transpose(-3, -2)  # type: ignore[no-any-return]
+        return _attention(q, k, v, None, *known, -1, -1, 0.0, _fixed())[0].transpose(-3, -2)  # type: ignore[no-any-return]
     out = None
     if attn_mask is None and dropout_p == 0:
         out = _by_shapes(query, key, value, call, (is_causal, scale, enable_gqa))
@@ -139,14 +140,14 @@ def attend_rows(
     q: Tensor, k: Tensor, v: Tensor, offsets: tuple[Tensor, Tensor] | None, sinks: Tensor | None, options: Sequence[Any]
 ) -> Tensor:
     """Attention of (*batch, seqlen, heads, headdim), within sequences that begin at these offsets if there are some.
-    ``options``: of the op, in order.
+    ``options``: of the op, in order, without ``deterministic``, which torch is told.
     """
     out: Tensor
     if offsets is None:
-        out, _ = _attention(q, k, v, sinks, *options)
+        out, _ = _attention(q, k, v, sinks, *options, _fixed())
         return out
     flat = (x.flatten(0, -3) for x in (q, k, v))
-    out = _packed(*flat, *offsets, sinks, *options)[0]
+    out = _packed(*flat, *offsets, sinks, *options, _fixed())[0]
     return out.unflatten(0, q.shape[:-2])  # type: ignore[no-any-return]
 
 

@@ -20,7 +20,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_ac
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import cute_ops_torch
 from cute_ops.autotune import dispatch
@@ -261,13 +260,26 @@ def every_pass_has_the_same_bits(world: World) -> None:
     sharded(world, model, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
     mine = (torch.randint(256, (2, 64 * scale)).to(world.device) + world.rank) % 256
     seen = []
-    for _ in range(8 if world.few else 2):
-        model.zero_grad()
-        with sdpa_kernel(SDPBackend.MATH):  # others add up in any order
+    # Attention's dq is else summed in the order in which CTAs come. Of cuBLAS, which wants a variable set for several
+    # streams, torch warns only: products run in one.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        for _ in range(8 if world.few else 2):
+            model.zero_grad()
             model(mine, labels=mine).loss.backward()
-        seen.append([p.grad.to_local().clone() for p in model.parameters()])
-    for gradients in seen[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(seen[0], gradients, strict=True))
+            seen.append([p.grad.to_local().clone() for p in model.parameters()])
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = True
+    names = [name for name, _ in model.named_parameters()]
+    wrong = [
+        (step, name)
+        for step, gradients in enumerate(seen[1:], 1)
+        for name, a, b in zip(names, seen[0], gradients, strict=True)
+        if not torch.equal(a, b)
+    ]
+    assert not wrong, wrong
 
 
 # --- optimizers ------------------------------------------------------------------------------------------------------

@@ -185,6 +185,21 @@ def test_a_call_like_an_earlier_one_is_known(monkeypatch: pytest.MonkeyPatch) ->
         assert function(q.float(), k.float(), v.float(), **options).dtype == torch.bfloat16
 
 
+def test_gradients_are_summed_in_a_fixed_order_where_torch_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a first call and of one that is known."""
+    attention, seen = scaled_dot_product._attention, list[Any]()
+    monkeypatch.setattr(scaled_dot_product, "_attention", lambda *args: seen.append(args[-1]) or attention(*args))
+    q = torch.randn(2, 4, 11, 32).bfloat16()
+    try:
+        for fixed in (False, True):
+            torch.use_deterministic_algorithms(fixed)
+            for _ in range(2):
+                cute_ops_torch.scaled_dot_product_attention(q, q, q)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert seen == [False, False, True, True]
+
+
 def _made_by(x: Tensor) -> Any:
     node: Any = x.grad_fn
     while "Transpose" in type(node).__name__:

@@ -54,7 +54,8 @@ def decoder(name: str) -> nn.Module:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """The attributes of calls of our attention."""
     seen: list[dict[str, Any]] = []
-    names, run = ("sinks", "scale", "causal", "left", "right", "softcap"), scaled_dot_product._attention
+    names = "sinks", "scale", "causal", "left", "right", "softcap", "deterministic"
+    run = scaled_dot_product._attention
 
     def attention(*args: Any) -> Any:
         seen.append(dict(zip(names, args[3:], strict=True)))
