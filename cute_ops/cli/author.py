@@ -262,7 +262,8 @@ def _report(ops: list[Op] | str, verdicts: Iterable[Verdict], dtype: list[str] |
 
 def _sweep(ops: list[Op], asked: Asked) -> NoReturn:
     """Run a round of a sweep, say what is wrong and leave with exit code 1 if anything is."""
-    # Start-up time: other commands need neither.
+    # Start-up time: other commands need none.
+    from cute_ops.tools.sweep import comparable
     from cute_ops.tools.sweep_run import sweep
     from cute_ops.tools.verify import RUNNERS, installed
 
@@ -270,7 +271,8 @@ def _sweep(ops: list[Op], asked: Asked) -> NoReturn:
         _say_what_is_not_checked(installed(["torch"]))
     except ValueError as error:
         fail(error)
-    left_out = [o.name for o in ops if o.name in NOT_SWEPT]
+    left_out = {o.name: "it has no reference but its program" for o in ops if not comparable(o)}
+    left_out |= {o.name: NOT_SWEPT[o.name] for o in ops if o.name in NOT_SWEPT}
     start, count, kernels, wrong = time.monotonic(), 0, 0, 0
     with console.status("") as status:
         for found in sweep(
@@ -284,8 +286,8 @@ def _sweep(ops: list[Op], asked: Asked) -> NoReturn:
                 console.print(f"     {found.problem}", highlight=False, markup=False)
             if count % 100 == 0:
                 status.update(f"{count} calls, {kernels} kernels, {wrong} wrong: {found.trial}")
-    for name in left_out:
-        console.print(f"{name} is not swept: {NOT_SWEPT[name]}", highlight=False)
+    for name, reason in left_out.items():
+        console.print(f"{name} is not swept: {reason}", highlight=False)
     console.print(
         f"round {asked.number}, seed {asked.seed}: {count - wrong} of {count} calls right, {kernels} kernels compiled, "
         f"{time.monotonic() - start:.0f} s",

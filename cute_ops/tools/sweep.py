@@ -11,7 +11,7 @@ Dtypes of parameters, optional inputs and attributes are drawn at random from a 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -39,6 +39,9 @@ MOST_ELEMENTS = 1 << 24
 BASES = ("aligned", "shifted", "strided", "slices")
 PAIRS = tuple((dtype, base) for dtype in FLOATS for base in BASES)
 DRAWS = 100  # random cases that are tried before giving up that an op accepts one
+# Lengths this far apart are aligned alike: a form that comes with alignment has no threshold. They are looked for among
+# lengths that leave these remainders.
+STEP, REMAINDERS = 64, (0, 4, 2, 1)
 # Fields of a config that grow with the length: a change in these alone does not make another form.
 GRADUAL = ("threads", "threads_per_row", "clusters", "segments_per_cta", "resident", "replicas", "segments")
 
@@ -95,6 +98,11 @@ def memory(op: Op, arrays: Mapping[str, Array | None], base: str) -> dict[str, M
     return found
 
 
+def comparable(op: Op) -> bool:
+    """Whether an op has a reference besides its program, that a sweep can compare with."""
+    return op.program is None or op.reference is not op.program.run
+
+
 def swept(op: Op) -> str:
     """The dim whose size is swept: the row length, or the size of a head."""
     names = [name for tensor in op.inputs.values() for dim in tensor.dims for name in dim.names]
@@ -104,20 +112,23 @@ def swept(op: Op) -> str:
 def trials(
     op: Op, target: Target, number: int, seed: int = 0, fraction: float = 1.0, *, share: int = 0, shares: int = 1
 ) -> Iterator[SweepCall]:
-    """A round of an op's sweep.
+    """A round of an op's sweep; nothing of an op that is not :func:`comparable`.
 
     Args:
         target: what kernels are compiled for.
         number: the round's number; twelve consecutive rounds cover every pair of dtype and layout at every length.
         seed: seed of everything that is drawn at random.
-        fraction: of the lengths that are tried, drawn at random.
+        fraction: of the lengths that are tried, drawn at random: a sample.
         share, shares: which of how many shares of the lengths. At a threshold that several find, each takes another
             pair.
     """
+    if not comparable(op):
+        return
     salt = zlib.crc32(op.name.encode())
     rng = np.random.default_rng([seed, salt, number, share])
-    for n in lengths(op, target, np.random.default_rng([seed, salt, number]), share, shares):
-        if rng.random() >= fraction:
+    drawn_lengths = np.random.default_rng([seed, salt, number])
+    for n, chance in lengths(op, target, drawn_lengths, share, shares, fraction).items():
+        if rng.random() >= chance:
             continue
         pair = (number + 5 * n + salt + share) % len(PAIRS)
         dtype, base = PAIRS[pair]
@@ -132,55 +143,86 @@ def trials(
                 yield SweepCall(op, case, dtype, base, fixed)
 
 
-def lengths(op: Op, target: Target, rng: np.random.Generator, share: int = 0, shares: int = 1) -> list[int]:
-    """A share of the lengths of a round, ascending: all short ones, both sides of every threshold, and random ones."""
-    found = list(range(1, SHORTEST + 1))
-    if swept(op) != "n":
-        return found[share::shares]
-    found += np.exp(rng.uniform(np.log(SHORTEST), np.log(LONGEST), RANDOM)).astype(int).tolist()
-    # A product's kernel serves any length, and a program has no kernel of its own.
-    edges = thresholds(op, target, share, shares) if op.kernel and not op.fallback else []
-    near = {n for edge in edges for n in (edge - 1, edge, edge + 1)}
-    return sorted(n for n in near.union(found[share::shares]) if n <= LONGEST)
-
-
-def thresholds(op: Op, target: Target, share: int = 0, shares: int = 1) -> list[int]:
-    """The lengths from which a heuristic chooses another form, with few or many rows, in a share of the pairs of dtype
-    and layout.
+def lengths(
+    op: Op, target: Target, rng: np.random.Generator, share: int = 0, shares: int = 1, fraction: float = 1.0
+) -> dict[int, float]:
+    """A share of the lengths of a round, ascending, with the chance of each to be in a sample: all short ones, both
+    sides of every threshold, and random ones.
     """
+    found = dict.fromkeys(range(1, SHORTEST + 1)[share::shares], fraction)
+    if swept(op) != "n":
+        return found
+    at_random = np.exp(rng.uniform(np.log(SHORTEST), np.log(LONGEST), RANDOM)).astype(int).tolist()
+    found |= dict.fromkeys(at_random[share::shares], fraction)
+    # A sample looks for thresholds in few pairs of dtype and layout, and takes more of what it finds there.
+    chance = max(fraction, 1 / len(PAIRS))
+    drawn = rng.random(len(PAIRS)) < fraction / chance
+    pairs = [pair for pair, taken in zip(PAIRS, drawn, strict=True) if taken][share::shares]
+    # A product's kernel serves any length, and a program has no kernel of its own.
+    edges = thresholds(op, target, pairs) if op.kernel and not op.fallback else []
+    near = sorted({n for edge in edges for n in (edge - 1, edge, edge + 1) if n <= LONGEST})
+    return dict(sorted((dict.fromkeys(near, chance) | found).items()))
+
+
+def thresholds(op: Op, target: Target, pairs: Sequence[tuple[str, str]] = PAIRS) -> list[int]:
+    """The lengths from which a heuristic chooses another form, with few or many rows, in pairs of dtype and layout."""
     found: set[int] = set()
-    for dtype, base in PAIRS[share::shares]:
+    for dtype, base in pairs:
         for rows in (ROWS[0], ROWS[2], ROWS[-1]):
             form = _form_of(op, target, dtype, base, rows)
             # Between two neighbours on this grid with the same form no threshold is looked for.
-            grid = sorted({int(SHORTEST * (LONGEST / SHORTEST) ** (i / 128)) for i in range(129)})
-            for low, high in pairwise(grid):
-                found |= set(_edges(form, low, high))
+            every = {int(SHORTEST * (LONGEST / SHORTEST) ** (i / 128)) // STEP for i in range(129)}
+            for remainder in REMAINDERS:
+                grid = [n for i in sorted(every) if (n := STEP * i + remainder) <= LONGEST]
+                taken = [n for n in grid if form(n) is not None]
+                for low, high in pairwise(taken):
+                    found |= set(_edges(form, low, high))
+                if taken and taken[-1] != grid[-1]:  # there may be a longest one
+                    found.add(_change(form, taken[-1], grid[grid.index(taken[-1]) + 1]))
     return sorted(found)
 
 
 def _form_of(op: Op, target: Target, dtype: str, base: str, rows: int) -> Callable[[int], Any]:
-    """The config that a heuristic chooses, by row length, without the fields that grow with it."""
+    """The config that a heuristic chooses, by row length, without the fields that grow with it; None of a length that
+    the op refuses.
+    """
 
     @cache
     def form(n: int) -> Any:
-        arrays = specs(op, Case("", op.example((rows,), n)), dtype)
-        config = op.config(signature(bind(op, arrays), memory(op, arrays, base), target).problem)
+        try:
+            arrays = specs(op, Case("", op.example((rows,), n)), dtype)
+            config = op.config(signature(bind(op, arrays), memory(op, arrays, base), target).problem)
+        except ValueError:
+            return None
         return tuple(sorted((k, v) for k, v in config.items() if k not in GRADUAL))
 
     return form
 
 
 def _edges(form: Callable[[int], Any], low: int, high: int) -> Iterator[int]:
-    """The lengths in ``(low, high]`` whose form differs from that of the length before, by bisection."""
+    """The lengths in ``(low, high]`` whose form differs from that of the length before, by bisection among those that
+    are aligned as ``low`` and ``high`` are and that the op takes.
+    """
     if form(low) == form(high):
         return
-    if high == low + 1:
-        yield high
-        return
-    middle = (low + high) // 2
-    yield from _edges(form, low, middle)
-    yield from _edges(form, middle, high)
+    between = sorted(range(low + STEP, high, STEP), key=lambda n: abs(2 * n - low - high))
+    middle = next((n for n in between[:8] if form(n) is not None), None)
+    if middle is None:
+        change = _change(form, low, high)
+        yield change
+        if form(change) != form(high):  # lengths that are aligned otherwise have another form
+            yield high
+    else:
+        yield from _edges(form, low, middle)
+        yield from _edges(form, middle, high)
+
+
+def _change(form: Callable[[int], Any], low: int, high: int) -> int:
+    """A length in ``(low, high]`` whose form differs from that of the length before."""
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if form(middle) == form(low) else (low, middle)
+    return high
 
 
 def _draw(op: Op, n: int, dtype: str, rng: np.random.Generator) -> Case | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import pytest
@@ -35,23 +36,41 @@ def test_twelve_rounds_take_every_dtype_in_every_layout() -> None:
     assert all(set(sweep.ROWS) <= counts for counts in rows.values())
 
 
+def with_thresholds(tile: Callable[[Problem], Mapping[str, int]], longest: int = sweep.LONGEST) -> Op:
+    return Op(
+        "with_thresholds", inputs={"x": Tensor("*m n", "T")}, outputs={"out": Tensor("*m n", "T")},
+        dtypes={"T": FLOATS}, reference=lambda xp, x: x, kernel="tests.ops.copying:Copy", tuning=Tuning(tile),
+        check=lambda binding: "too long" if binding.dims["n"] > longest else None,
+        cases=(Case("one", {"m": (1,), "n": 1}),),
+    )  # fmt: skip
+
+
 @pytest.mark.slow
 def test_both_sides_of_a_threshold() -> None:
     def tile(problem: Problem) -> dict[str, int]:
         long = {"long": 1} if problem.dims["n"] >= 12345 and problem.dtypes["x"] == "float16" else {}
         return {"threads": 32 * (1 + problem.dims["n"] // 5000), **long}
 
-    op = Op(
-        "with_a_threshold", inputs={"x": Tensor("*m n", "T")}, outputs={"out": Tensor("*m n", "T")},
-        dtypes={"T": FLOATS}, reference=lambda xp, x: x, kernel="tests.ops.copying:Copy", tuning=Tuning(tile),
-        cases=(Case("one", {"m": (1,), "n": 1}),),
-    )  # fmt: skip
+    op = with_thresholds(tile)
     assert sweep.thresholds(op, SM90) == [12345]
     assert {12344, 12345, 12346} <= set(sweep.lengths(op, SM90, np.random.default_rng(0)))
+    assert sweep.thresholds(with_thresholds(tile, 23456), SM90) == [12345, 23457]  # from which on it takes none
+
+
+def test_a_form_that_comes_with_alignment_has_no_threshold() -> None:
+    def tile(problem: Problem) -> dict[str, int]:
+        n = problem.dims["n"]
+        return {"threads": 32, "vectors": int(n % 8 == 0), "long": int(n >= 12345)}
+
+    edges = sweep.thresholds(with_thresholds(tile), SM90, sweep.PAIRS[:1])
+    assert len(edges) < 10 and all(abs(n - 12345) <= sweep.STEP for n in edges)
+    near = [n for edge in edges for n in (edge - 1, edge, edge + 1)]
+    assert {(n % 8 == 0, n >= 12345) for n in near} >= {(True, True), (False, False), (False, True)}
 
 
 def test_shares_take_all_of_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweep, "thresholds", lambda _op, _target, share=0, shares=1: [400, 5000, 70000][share::shares])
+    found = dict(zip(sweep.PAIRS, (400, 5000, 70000) * 4, strict=True))
+    monkeypatch.setattr(sweep, "thresholds", lambda _op, _target, pairs: [found[pair] for pair in pairs])
     whole = sweep.lengths(softmax, SM90, np.random.default_rng(3))
     shares = [sweep.lengths(softmax, SM90, np.random.default_rng(3), i, 4) for i in range(4)]
     assert set().union(*shares) == set(whole)
@@ -59,9 +78,18 @@ def test_shares_take_all_of_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
     assert short[: sweep.SHORTEST - 1] == list(range(1, sweep.SHORTEST))  # each of them once
 
 
+def test_a_sample_looks_for_few_thresholds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has the chance of all lengths: it takes that many more of what it finds."""
+    looked: list[int] = []
+    monkeypatch.setattr(sweep, "thresholds", lambda _op, _target, pairs: looked.append(len(pairs)) or [5000])
+    rng = np.random.default_rng(0)
+    taken = [sweep.lengths(softmax, SM90, rng, fraction=0.01)[5000] for _ in range(100)]
+    assert set(taken) == {1 / len(sweep.PAIRS)} and 80 < sum(looked) < 160  # 0.12 of 1200
+
+
 @pytest.mark.slow
 def test_calls_of_every_op_can_be_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweep, "lengths", lambda *_: [1, 64, 300, 4096])
+    monkeypatch.setattr(sweep, "lengths", lambda *_: dict.fromkeys([1, 64, 300, 4096], 1.0))
     for op in ours().values():
         if op.name not in NOT_SWEPT:
             list(sweep.trials(op, SM90, 0))
