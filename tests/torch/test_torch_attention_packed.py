@@ -105,21 +105,25 @@ def test_no_queries_and_no_keys(device: str, tokens: tuple[int, int]) -> None:
 
 @pytest.mark.gpu
 def test_many_sequences_on_a_gpu() -> None:
-    """More blocks than CTAs; the tensors of a sequence alone give what the packed ones do."""
+    """More blocks than CTAs; the tensors of a sequence alone give what the packed ones do, gradients but for their
+    rounding: how many CTAs share a block of keys, whose sums are added, depends on the size of the whole call.
+    """
     lengths = torch.randint(0, 700, (90,), generator=torch.Generator().manual_seed(0))
     cu = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int().cuda()
     qkv = torch.randn(int(lengths.sum()), 12, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     split = lambda x: x.split([8, 2, 2], dim=-2)  # noqa: E731
     out, lse = cute_ops_torch.attention(*split(qkv), causal=True, deterministic=True, cu_seqlens_q=cu)
     dout = torch.randn_like(out)
-    (grad,) = torch.autograd.grad(out, qkv, dout)
+    (grad,) = torch.autograd.grad(out, qkv, dout, retain_graph=True)
+    assert torch.equal(torch.autograd.grad(out, qkv, dout)[0], grad)
     for i in (0, 1, 44, 89):
         part = slice(int(cu[i]), int(cu[i + 1]))
         one = qkv.detach()[None, part].requires_grad_()
         alone, alone_lse = cute_ops_torch.attention(*split(one), causal=True, deterministic=True)
         assert torch.equal(alone[0], out[part])
         assert torch.equal(alone_lse[0], lse[:, part])
-        assert torch.equal(torch.autograd.grad(alone, one, dout[None, part])[0][0], grad[part])
+        (of_alone,) = torch.autograd.grad(alone, one, dout[None, part])
+        torch.testing.assert_close(of_alone[0], grad[part])
 
 
 @pytest.mark.gpu
