@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cute_ops import env
-from cute_ops.autotune.space import NUMBERS
+from cute_ops.autotune.space import NUMBERS, objection
 from cute_ops.declaration.config import Config, Problem
 from cute_ops.declaration.op import Op
 from cute_ops.errors import CacheError
@@ -91,7 +91,8 @@ def key_of(op: Op, problem: Problem, heuristic: Config) -> Key:
 
 
 def remembered(op: Op, problem: Problem, heuristic: Config, key: Key, anew: bool = False) -> Config | None:
-    """The config that was measured for a class of calls; None if there is none, or if the op no longer proposes it.
+    """The config that was measured for a class of calls; None if there is none, if the op no longer proposes it, or if
+    it cannot run.
 
     Args:
         anew: whether to read the cache folder again, since another process may just have measured.
@@ -103,9 +104,14 @@ def remembered(op: Op, problem: Problem, heuristic: Config, key: Key, anew: bool
         if winner.measured.get("sources", sources_of(op)) != sources_of(op):
             log.info("the tuned config of %s is not used: it was measured with another kernel", winner.call)
             continue
-        if winner.config == heuristic or dict(winner.config) in op.space.others(problem, heuristic, op.name):
+        if winner.config == heuristic:
             return winner.config
-        log.info("the tuned config %s of %s is no longer in its search space", dict(winner.config), winner.call)
+        config, reason = dict(winner.config), "it is no longer in its search space"
+        if config in op.space.others(problem, heuristic, op.name):
+            reason = objection(op.space, problem, config, op.name)
+        if not reason:
+            return winner.config
+        log.info("the tuned config %s of %s is not used: %s", config, winner.call, reason)
     return None
 
 

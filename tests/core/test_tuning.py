@@ -796,6 +796,15 @@ def test_a_config_that_the_op_does_not_propose_is_never_used() -> None:
     assert choose(*trial(make_op(space=vary(threads=(512,)))), SM90).variant.config == {"threads": 512}
 
 
+@pytest.mark.parametrize("threads", [100, 2048])
+def test_a_proposed_config_that_cannot_run_is_never_used(threads: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Measuring leaves it out; a file may name it."""
+    op = remembered({"threads": threads})
+    with caplog.at_level("INFO", "cute_ops"):
+        assert choose(*trial(op), SM90).variant.config == {"threads": 128}
+    assert f"{threads} threads" in caplog.text
+
+
 def test_when_the_heuristic_changes_the_winner_is_forgotten() -> None:
     remembered({"threads": 64})
     changed = make_op(config=lambda problem: {"threads": 256})
