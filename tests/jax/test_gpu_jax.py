@@ -274,7 +274,7 @@ def test_persistent_compilation_cache_in_a_fresh_process(tmp_path: Path) -> None
     """The second process takes XLA's executable from disk and must know the targets in it."""
     environment = {
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1", "JAX_ENABLE_COMPILATION_CACHE": "1",
     }  # fmt: skip
     first = fresh(CHAIN, **environment)
     entries = sorted(tmp_path.iterdir())

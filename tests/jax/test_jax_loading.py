@@ -42,6 +42,7 @@ jax_tvm_ffi.register_ffi_target = register
 OpPrimitive.platforms = ("cuda", "cpu")
 """
 CACHED = """
+jax.config.update("jax_enable_compilation_cache", True)  # tests compile without it
 jax.config.update("jax_compilation_cache_dir", sys.argv[1])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
