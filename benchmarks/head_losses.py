@@ -11,19 +11,17 @@ compute a reference model's log-probabilities within the call.
 from __future__ import annotations
 
 import argparse
-import gc
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from common import Table, first_line, read, spread
-from linear_cross_entropy import peak
+from common import Table, read
+from linear_cross_entropy import Run, in_turns
 from rich.console import Console
 
 import cute_ops_torch as ops
-from cute_ops_torch.tools.measure import elapsed
 
 COLUMNS = (
     "kind", "contender", "sequences", "tokens", "hidden", "vocabulary", "dtype", "status", "ms", "ms_min", "ms_max",
@@ -32,7 +30,6 @@ COLUMNS = (
 SHAPES = ((8, 1024, 2048, 128256), (8, 1024, 4096, 32000))
 OURS, LIGER = "ours (torch)", "Liger"
 BETA, GAMMA, HARD = 0.1, 0.5, 0.5
-TOLERANCE = 0.05  # of a bfloat16 gradient whose products are summed in another order; a wrong one is off by 1
 Tensor = torch.Tensor
 
 
@@ -108,48 +105,14 @@ def of_liger(kind: str) -> Callable[[Inputs], Tensor]:
 KINDS = ("dpo", "orpo", "simpo", "kto", "grpo", "jensen-shannon", "distillation")
 
 
-def step(loss: Callable[[Inputs], Tensor | tuple[Tensor, ...]], given: Inputs) -> Tensor:
-    given.hidden.grad = given.weight.grad = None
-    value = loss(given)
-    value = value[0] if isinstance(value, tuple) else value
-    value.backward()  # type: ignore[no-untyped-call]
-    return value.detach()
-
-
 def measure(table: Table, kind: str, given: Inputs, rounds: int, names: list[str]) -> None:
-    device, shape = given.hidden.device, (*given.hidden.shape, len(given.weight))
-    runs: dict[str, Callable[[], Tensor]] = {}
-    found: dict[str, dict[str, object]] = {}
-    expected: Tensor | None = None
-    for name in sorted(names, reverse=True, key=lambda name: name == LIGER):
-        row = found[name] = dict(zip(COLUMNS, (kind, name, *shape, "bfloat16", "ok"), strict=False))
-        try:
-            runs[name] = run = partial(step, partial(ours, kind) if name == OURS else of_liger(kind), given)
-            for _ in range(2):
-                row["loss"] = run().item()
-            assert given.hidden.grad is not None
-            expected = given.hidden.grad.float() if expected is None else expected
-            error = ((given.hidden.grad.float() - expected).norm() / expected.norm()).item()
-            row["relative_error"] = error
-            if not error <= TOLERANCE:
-                row["status"] = f"wrong: relative error {error:.2g}"
-            row["peak_mb"] = peak(run, given.hidden, given.weight)
-        except Exception as failure:  # a contender's failure is a result
-            row["status"] = "not available" if isinstance(failure, ImportError) else f"failed: {first_line(failure)}"
-            runs.pop(name, None)
-        given.hidden.grad = given.weight.grad = None
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-    samples: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(rounds if device.type == "cuda" else 0):
-        for name, run in runs.items():
-            samples[name].append(elapsed(run) / 1e3)
-    for name, row in found.items():
-        if samples.get(name):
-            ms = spread(samples[name])
-            row |= {"ms": ms.median, "ms_min": ms.low, "ms_max": ms.high}
-        table.add(row)
+    def of(name: str) -> Run:
+        return partial(partial(ours, kind) if name == OURS else of_liger(kind), given)
+
+    sizes = *given.hidden.shape, len(given.weight)
+    case = {"kind": kind, **dict(zip(("sequences", "tokens", "hidden", "vocabulary"), sizes, strict=True))}
+    makers = {name: partial(of, name) for name in (LIGER, OURS) if name in names}
+    in_turns(table, case, makers, given.hidden, given.weight, rounds)
 
 
 def main(arguments: list[str] | None = None) -> None:

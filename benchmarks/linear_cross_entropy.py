@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -38,6 +38,7 @@ CHUNKS = (1, 16, 64, 256)
 TOLERANCE = 0.05  # of a bfloat16 gradient whose products are summed in another order; a wrong one is off by 1
 Tensor = torch.Tensor
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+Run = Callable[[], Tensor | tuple[Tensor, ...]]
 
 
 def contenders() -> dict[str, Callable[[], Loss]]:
@@ -82,24 +83,34 @@ def inputs(rows: int, hidden: int, vocabulary: int, device: torch.device) -> tup
     return x, weight, torch.randint(vocabulary, (rows,), device=device, generator=generator)
 
 
-def step(loss: Loss, x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    x.grad = weight.grad = None
-    value = loss(x, weight, target)
-    value.backward()  # type: ignore[no-untyped-call]
-    return value.detach()
-
-
 def measure(table: Table, shape: tuple[int, int, int], device: torch.device, rounds: int, names: list[str]) -> None:
     x, weight, target = inputs(*shape, device)
+
+    def of(make: Callable[[], Loss]) -> Run:
+        return partial(make(), x, weight, target)
+
+    makers = {name: partial(of, make) for name, make in contenders().items() if name in names}
+    in_turns(table, dict(zip(("rows", "hidden", "vocabulary"), shape, strict=True)), makers, x, weight, rounds)
+
+
+def in_turns(
+    table: Table, case: Mapping[str, object], makers: Mapping[str, Callable[[], Run]], x: Tensor, weight: Tensor,
+    rounds: int,
+) -> None:  # fmt: skip
+    """Add a row for each contender, which take turns.
+
+    Args:
+        case: the columns that all rows share.
+        makers: of losses of ``x`` and ``weight`` by contender; one may raise where its package is missing. Errors are
+            against the gradient of the first that runs.
+    """
     runs: dict[str, Callable[[], Tensor]] = {}
     found: dict[str, dict[str, object]] = {}
     expected: Tensor | None = None
-    for name, make in contenders().items():
-        if name not in names:
-            continue
-        row = found[name] = dict(zip(COLUMNS, (name, *shape, "bfloat16", "ok"), strict=False))
+    for name, make in makers.items():
+        row = found[name] = {**case, "contender": name, "dtype": "bfloat16", "status": "ok"}
         try:
-            runs[name] = run = partial(step, make(), x, weight, target)
+            runs[name] = run = partial(step, make(), x, weight)
             for _ in range(2):
                 row["loss"] = run().item()
             assert x.grad is not None
@@ -114,10 +125,10 @@ def measure(table: Table, shape: tuple[int, int, int], device: torch.device, rou
             runs.pop(name, None)
         x.grad = weight.grad = None
         gc.collect()
-        if device.type == "cuda":
+        if x.device.type == "cuda":
             torch.cuda.empty_cache()
     samples: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(rounds if device.type == "cuda" else 0):
+    for _ in range(rounds if x.device.type == "cuda" else 0):
         for name, run in runs.items():
             samples[name].append(elapsed(run) / 1e3)
     for name, row in found.items():
@@ -125,6 +136,14 @@ def measure(table: Table, shape: tuple[int, int, int], device: torch.device, rou
             ms = spread(samples[name])
             row |= {"ms": ms.median, "ms_min": ms.low, "ms_max": ms.high}
         table.add(row)
+
+
+def step(loss: Run, x: Tensor, weight: Tensor) -> Tensor:
+    x.grad = weight.grad = None
+    value = loss()
+    value = value[0] if isinstance(value, tuple) else value
+    value.backward()  # type: ignore[no-untyped-call]
+    return value.detach()
 
 
 def errors(table: Table, shape: tuple[int, int, int], device: torch.device) -> None:
