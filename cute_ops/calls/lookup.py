@@ -107,8 +107,8 @@ def find(name: str) -> Op:
     """
     if ":" not in name:
         if name not in ours():
-            if name in _by_epilogue():
-                return _by_epilogue()[name]
+            if product := _by_epilogue().get(name):
+                return product
             from cute_ops.composite.models import MODELS  # as in ours()
             from cute_ops.ops import ATTENTION, OPS, PRODUCTS
 

@@ -86,7 +86,8 @@ class Chunks:
         return logits if self.bias is None else logits + self.bias
 
     def sums(self) -> dict[str, Array]:
-        # Those of weight and bias are rounded once at the end. The weight's of one chunk is a product, which rounds it.
+        # Sums of the gradients of weight and bias over chunks are rounded once at the end. The weight's gradient of one
+        # chunk is a product, which rounds it.
         dtypes: dict[str, Any] = {"dweight": self.attrs["accum_dtype"], "dbias": jnp.float32}
         if not self.symbolic and self.size >= self.hidden.shape[0]:
             del dtypes["dweight"]

@@ -275,7 +275,8 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 def _excess(expected: torch.Tensor, got: torch.Tensor, floor: float) -> float:
     """The largest difference of two results relative to the error that is allowed for both."""
     eps = EPS.get(str(expected.dtype).removeprefix("torch."), 0.0)
-    # Below it numbers lie no closer: gradients in float16 of a thousand classes are there.
+    # Numbers below the smallest normal one are as far apart as it is from its neighbour. Gradients of a thousand
+    # classes in float16 are that small.
     normal = torch.finfo(expected.dtype).tiny if expected.dtype.is_floating_point else 0.0
     flat, other = expected.view(-1), got.view(-1)
     starts = range(0, flat.numel(), CHUNK)

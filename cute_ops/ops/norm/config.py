@@ -322,6 +322,7 @@ SHORT_THREADS = 128
 # The same number of threads with gradients of weight and bias: where a thread has many columns, for unaligned rows, and
 # for others.
 MANY_COLUMNS_THREADS, UNALIGNED_SUMS_THREADS, SUMS_THREADS = 768, 576, 384
+# Vectors of a CTA's share of a row up to which one row at a time gets a slot more for the rows that arrive.
 DEEPER_VECTORS = 896
 # Balanced CTAs: as many threads as have registers for two sums of each of their columns. No other number of warps would
 # give the busiest of an SM's schedulers fewer vectors.

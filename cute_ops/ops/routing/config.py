@@ -25,17 +25,17 @@ SORT_COLUMNS, SELECT_COLUMNS, SORTED_ROW, SORTED_MOST = 64, 32, 1024, 16
 # Threads of a CTA that sorts; of an SM those that select, by whether rows consist of whole vectors: else each number
 # takes a register.
 SORT_THREADS, SELECT_SM_THREADS = 128, {True: 1280, False: 1024}
-# The same of 16 bits, where so many groups suffice: 690 x 151936 and k = 20 runs at 0.72 of a copy's rate, by 256
-# threads at 0.52; 3276 x 32000 and k = 1 at 0.88, at 0.79.
+# Threads of a CTA and of an SM that select among numbers of 16 bits, where so many groups suffice: 690 x 151936 and
+# k = 20 runs at 0.72 of a copy's rate, by 256 threads at 0.52; 3276 x 32000 and k = 1 at 0.88, at 0.79.
 SELECT_FEWER, SELECT_FEWER_SM_THREADS = 128, {True: 1024, False: 768}
 # Columns of a thread that routes, which keeps sums of them, by bytes of a logit. (Threads of a CTA, CTAs of an SM): of
 # rows of up to FEW_EXPERTS, of longer ones, and where more than MANY_CHOSEN are sorted, which takes registers. CTAs are
 # large and few, since a last one adds up what each of them has.
 ROUTED_COLUMNS, FEW_EXPERTS, MANY_CHOSEN = {2: 48, 4: 32}, 32, 8
 FEW_ROUTED, ROUTED, MANY_ROUTED = (128, 6), (256, 2), (128, 3)
-# The same of 16 bits by columns of a thread, where it sorts but a few of its vectors, of rows of at least SELECTED_ROW:
-# 511845 x 256 and k = 8 runs at 0.48 of a copy's rate by 64 columns, at 0.39
-# by 32; 514690 x 384 and k = 6 at 0.50 by 96, at 0.46 by 48.
+# (Threads of a CTA, CTAs of an SM) by columns of a thread that sorts but a few of its vectors, in rows of at least
+# SELECTED_ROW logits of 16 bits: 511845 x 256 and k = 8 runs at 0.48 of a copy's rate by 64 columns, at 0.39 by 32;
+# 514690 x 384 and k = 6 at 0.50 by 96, at 0.46 by 48.
 SELECTED: Ladder[tuple[int, int]] = ((48, (256, 2)), (64, (128, 3)), (96, (256, 1)))
 SELECTED_ROW = 128
 # Experts of a token up to which vectors with the largest logits are found first, by bytes of a logit.
