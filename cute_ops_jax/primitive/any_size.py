@@ -26,6 +26,7 @@ MANY_ROWS = 1 << 20
 # For other sizes: no rounding of a prime is a multiple of it. A few more show what depends on them.
 PRIME, OTHERS = 4099, (1, 67, 8209)
 TILES = (16, 32, 64, 128, 256)  # tokens of packed sequences
+ROWS = "*rows"  # among sizes by name: the product of the leading dims
 NO_FACTORS: Mapping[str, int] = {}
 Dims = Mapping[str, Any]
 
@@ -53,19 +54,20 @@ def plan_for_any_size(binding: Binding, memory: Callable[[Shapes], dict[str, Mem
     def scratch(numbers: Binding, target: Target = target) -> Mapping[str, Array]:
         return plan(numbers, _places(binding, numbers, memory), target, fixed=fixed, config=config).workspaces
 
-    # Scratch arrays that suffice for many rows suffice for fewer, unless they grow with the rows.
-    if _elements(scratch(_with_numbers(binding, 2 * MANY_ROWS))) > 1.5 * _elements(chosen.workspaces):
-        raise _refused(binding, "its scratch arrays grow with the rows")
     sizes = {name: size for name, size in binding.dims.items() if not isinstance(size, tuple)}
     own = [name for name, size in sizes.items() if is_symbolic(size) and name not in op.derived]
     others = [_with_numbers(binding, factors={name: factor}) for name in own for factor in OTHERS]
+    # Scratch arrays that suffice for many rows suffice for fewer, unless they grow with the rows.
+    if _elements(scratch(_with_numbers(binding, 2 * MANY_ROWS))) > 1.5 * _elements(chosen.workspaces):
+        own.append(ROWS)
+        others += [_with_numbers(binding, rows) for rows in OTHERS]
 
     def of_any_size(target: Target) -> dict[str, Array] | None:
         found = {}
         for name, array in scratch(numbers, target).items():
-            seen = [(each.dims, scratch(each, target)[name].shape) for each in others]
+            seen = [(_sizes(each), scratch(each, target)[name].shape) for each in others]
             shape = [
-                _size(binding, size, numbers.dims, [(dims, other[k]) for dims, other in seen], own)
+                _size(_sizes(binding), size, _sizes(numbers), [(dims, other[k]) for dims, other in seen], own)
                 for k, size in enumerate(array.shape)
             ]
             if None in shape:
@@ -87,7 +89,12 @@ def with_numbers(binding: Binding, memory: Callable[[Shapes], dict[str, Memory]]
     return numbers, _places(binding, numbers, memory)
 
 
-def _size(binding: Binding, size: int, dims: Dims, others: Sequence[tuple[Dims, int]], names: Sequence[str]) -> Any:
+def _sizes(binding: Binding) -> Dims:
+    """The sizes of a call by name, and of its rows."""
+    return {**binding.dims, ROWS: binding.rows}
+
+
+def _size(symbols: Dims, size: int, dims: Dims, others: Sequence[tuple[Dims, int]], names: Sequence[str]) -> Any:
     """A size of a scratch array: the same for all numbers that stand for symbolic sizes, or a multiple of one of them,
     which have these names, or a fraction of it, rounded up, or so many whole tiles. It is ``size`` where the numbers
     are ``dims``; ``others`` are other numbers, with sizes. None where it is nothing of this.
@@ -97,12 +104,12 @@ def _size(binding: Binding, size: int, dims: Dims, others: Sequence[tuple[Dims, 
     tile = math.gcd(size, *(other for _, other in others))
     for name in names:
         if size % dims[name] == 0 and all(other * dims[name] == size * by[name] for by, other in others):
-            return size // dims[name] * binding.dims[name]
+            return size // dims[name] * symbols[name]
         every = [(dims[name], size // tile), *((by[name], other // tile) for by, other in others)]
         number, parts = max(every)
         for part in (tile, -(-number // max(parts, 1))):  # the second is no larger than what a part is
             if all(-(-number // part) == parts for number, parts in every):
-                return -(-binding.dims[name] // part) * tile
+                return -(-symbols[name] // part) * tile
     # Packed sequences have as many tiles as their tokens fill, a few more, and one more each.
     for unit, name, each, part in itertools.product((tile, *TILES, 1), (*names, ""), ("", *names), TILES):
 
@@ -111,7 +118,7 @@ def _size(binding: Binding, size: int, dims: Dims, others: Sequence[tuple[Dims, 
 
         rest = size - whole(dims)
         if rest >= 0 and all(other == whole(by) + rest for by, other in others):
-            return whole(binding.dims) + rest
+            return whole(symbols) + rest
     return None
 
 

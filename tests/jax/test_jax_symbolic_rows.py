@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -49,18 +48,21 @@ def test_every_function_is_lowered_for_cuda(
         assert "custom_call" in text, function.name
 
 
-@pytest.mark.parametrize(("deterministic", "kv_heads"), [(False, 8), (True, 8), (False, 2), (True, 2)])
-def test_gradients_of_attention_to_sequences_of_any_length(
-    fake_kernels: Any, deterministic: bool, kv_heads: int
+@pytest.mark.parametrize(
+    ("deterministic", "kv_heads", "lead"),
+    [(False, 8, "2, s"), (True, 8, "b, s"), (False, 2, "b, 512"), (True, 2, "2, s")],
+)
+def test_gradients_of_attention_to_any_number_of_sequences_of_any_length(
+    fake_kernels: Any, deterministic: bool, kv_heads: int, lead: str
 ) -> None:
-    """Sums lie in whole tiles of queries; heads that share keys are not split."""
+    """Sums lie in whole tiles of queries of each sequence; heads that share keys are not split."""
 
     def slopes(*given: Any) -> Any:
         out, back = jax.vjp(lambda *x: cute_ops_jax.attention(*x, deterministic=deterministic)[0], *given)
         return back(out)
 
-    (length,) = jax.export.symbolic_shape("s")
-    shapes = [jax.ShapeDtypeStruct((2, length, heads, 128), jnp.bfloat16) for heads in (8, kv_heads, kv_heads)]
+    sizes = jax.export.symbolic_shape(lead)
+    shapes = [jax.ShapeDtypeStruct((*sizes, heads, 128), jnp.bfloat16) for heads in (8, kv_heads, kv_heads)]
     text = exporting._serialized(slopes, ["cuda"], 0, shapes, {})[1]
     assert "attention_bwd" in text
 
@@ -82,8 +84,9 @@ def test_gradients_of_any_number_of_packed_sequences(fake_kernels: Any, determin
 
 def test_scratch_arrays_of_whole_tiles_are_no_longer() -> None:
     (length,) = jax.export.symbolic_shape("s")
-    binding: Any = SimpleNamespace(dims={"s": length})
-    found = any_size._size(binding, 4224, {"s": 4099}, [({"s": s}, -(-s // 128) * 128) for s in (1, 67, 8209)], ["s"])
+    found = any_size._size(
+        {"s": length}, 4224, {"s": 4099}, [({"s": s}, -(-s // 128) * 128) for s in (1, 67, 8209)], ["s"]
+    )
     assert found == -(-length // 128) * 128
 
 
