@@ -50,6 +50,8 @@ COLUMNS = (
 )  # fmt: skip
 LEAST_ROUNDS, JAX_ROUNDS = 9, 9
 SETTLED = 0.002  # of a median: its standard error, by quartiles, at which no more samples are taken
+# Samples with a median so far above their least are taken again, after some seconds: another process used the GPU.
+DISTURBED, ATTEMPTS, PAUSE = 1.08, 3, 1.0
 Sampler = Callable[[], float]
 
 
@@ -78,6 +80,11 @@ def settled(samples: Sequence[float]) -> bool:
         return False
     low, middle, high = statistics.quantiles(samples, n=4)
     return (high - low) / middle / math.sqrt(len(samples)) < SETTLED
+
+
+def disturbed(samples: Sequence[float]) -> bool:
+    """Whether something else ran beside most of them."""
+    return statistics.median(samples) > DISTURBED * min(samples)
 
 
 def copy_rate(device: torch.device, gigabytes: float) -> list[float]:
@@ -176,15 +183,8 @@ class Bench:
             elif not isinstance(made, str):
                 programs[name] = made
         del wanted
-        samples: dict[str, list[float]] = {name: [] for name in samplers}
         with self.step("samples"):
-            for _ in range(-(-self.rounds // 2)):
-                # There and back: a contender that keeps the GPU cool leaves a higher clock to the next one.
-                for name in (*samplers, *reversed(samplers)):
-                    self.synchronize()
-                    samples[name].append(samplers[name][0]())
-                if all(map(settled, samples.values())):
-                    break
+            samples = self.interleaved(samplers)
         with self.step("JAX samples"):
             try:
                 samples |= zip(programs, self.sampled(list(programs.values())), strict=True)
@@ -193,6 +193,23 @@ class Bench:
         calls = {name: count for name, (_, count) in samplers.items()}
         calls |= {name: program.calls for name, program in programs.items()}
         self.write(problem, direction, status, samples, calls, len(sets))
+
+    def interleaved(self, samplers: dict[str, tuple[Sampler, int]]) -> dict[str, list[float]]:
+        """Samples of PyTorch's contenders until their medians have settled."""
+        for attempt in range(ATTEMPTS):
+            if attempt:
+                time.sleep(PAUSE)
+            samples: dict[str, list[float]] = {name: [] for name in samplers}
+            for _ in range(-(-self.rounds // 2)):
+                # There and back: a contender that keeps the GPU cool leaves a higher clock to the next one.
+                for name in (*samplers, *reversed(samplers)):
+                    self.synchronize()
+                    samples[name].append(samplers[name][0]())
+                if all(map(settled, samples.values())):
+                    break
+            if not (self.cuda and any(map(disturbed, samples.values()))):
+                break
+        return samples
 
     def ready(
         self, name: str, problem: Problem, direction: str, sets: list[Buffers], wanted: list[torch.Tensor]

@@ -656,6 +656,11 @@ def test_samples_end_where_the_median_has_settled() -> None:
     assert not device_time.settled([100.0, 110.0, 90.0] * few)
 
 
+def test_samples_beside_another_process_are_taken_again() -> None:
+    assert device_time.disturbed([46.0, 101.0, 102.0])
+    assert not device_time.disturbed([100.0, 101.0, 180.0])
+
+
 def test_important_problems_come_first() -> None:
     ordered = by_importance(grid(list(BY_NAME)))
     assert sorted(map(str, ordered)) == sorted(map(str, grid(list(BY_NAME))))
