@@ -77,7 +77,8 @@ class Chunks(Protocol):
     """A linear layer whose rows a framework processes in chunks. Arrays have one leading dim, the rows. A method that
     takes and returns an array may change it in place.
 
-    A framework's class is made from the layer (hidden, weight, bias) and other arrays with rows, by name; the
+    A framework's class is made from the layer (hidden, weight, bias), those of another head with as many classes, with
+    a word before their names, and other arrays with rows, by name; the
     attributes ``accum_dtype`` and ``chunk_rows``; and the wanted gradients, ``dhidden``, ``dweight`` or ``dbias``.
     """
 
@@ -98,8 +99,8 @@ class Chunks(Protocol):
     def put(self, array: Any, at: Any, rows: Any) -> Any:
         """The array with the chunk's rows replaced by these."""
 
-    def logits(self, at: Any) -> Any:
-        """``hidden @ weight.T + bias`` of a chunk."""
+    def logits(self, at: Any, head: str = "") -> Any:
+        """``hidden @ weight.T + bias`` of a chunk, of the head with this word before its names."""
 
     def sums(self) -> dict[str, Any]:
         """Arrays for the wanted gradients by name, which chunks fill or add to."""

@@ -11,7 +11,7 @@ from math import inf
 from numbers import Real
 from typing import Any, Generic, TypeVar
 
-from cute_ops.composite.linear_distillation import linear_distillation_rows
+from cute_ops.composite.linear_distillation import linear_distillation_rows, linear_distillation_total
 from cute_ops.declaration.array_api import constant
 from cute_ops.errors import shown
 
@@ -34,7 +34,7 @@ class Training(Generic[Array]):
         self, xp: Any, losses: Callable[..., Any], register: Callable[..., Any], array: Callable[[Any], Any]
     ) -> None:
         self._xp, self._losses, self._array = xp, losses, array
-        self._distillation = register(linear_distillation_rows)
+        self._distillation = register(linear_distillation_rows), register(linear_distillation_total)
 
     def linear_log_probs(
         self, hidden: Array, weight: Array, target: Array, bias: Array | None = None, *, average: bool = False,
@@ -186,13 +186,17 @@ class Training(Generic[Array]):
 
     def linear_distillation_loss(
         self, hidden: Array, weight: Array, teacher_hidden: Array, teacher_weight: Array, target: Array | None = None,
-        bias: Array | None = None, *, beta: float = 0.5, temperature: float = 1.0, hard: float = 0.0, soft: float = 1.0,
-        ignore_index: int = -100, chunk_rows: int = 0,
+        bias: Array | None = None, *, teacher_bias: Array | None = None, beta: float = 0.5, temperature: float = 1.0,
+        hard: float = 0.0, soft: float = 1.0, ignore_index: int = -100, chunk_rows: int = 0,
     ) -> Array:  # fmt: skip
         """The divergence of a student's head from a teacher's, without ever holding all logits of either.
 
         ``soft`` times the mean of :func:`divergence` over the tokens that are not ignored, plus ``hard`` times the mean
         cross entropy of the target
+
+        The gradients are computed in the forward, from logits that are computed once: four products with the divergence
+        and the cross entropy together, two where no gradient is wanted. In float16 the backward computes the logits
+        again, so that their gradient is multiplied by the loss' scale before it is rounded.
 
         Args:
             hidden: ``T[*m h]``.
@@ -201,6 +205,7 @@ class Training(Generic[Array]):
             teacher_weight: ``T[n i]``; no gradient.
             target: integers ``[*m]``; all tokens count where None.
             bias: ``T[n]``, of the student.
+            teacher_bias: ``T[n]``; no gradient.
             beta: 0 is the forward Kullback-Leibler divergence, 1 the reverse one, between the generalised
                 Jensen-Shannon divergence.
             temperature: divides both logits, for the divergence.
@@ -219,19 +224,25 @@ class Training(Generic[Array]):
         Source: Hinton et al., Distilling the Knowledge in a Neural Network, 2015; Agarwal et al., On-Policy
         Distillation of Language Models, 2023.
         """
+        function, xp = "linear_distillation_loss", self._xp
         if hard and target is None:
-            problem = f"option `hard` is {hard}, which needs the argument `target`."
-            raise ValueError(f"cute.linear_distillation_loss: {problem}")
-        rows = self._distillation(
-            hidden, weight, teacher_hidden, teacher_weight, bias, beta, temperature, "float32", chunk_rows
-        )
-        if target is None:
-            return soft * rows.mean()  # type: ignore[no-any-return]
-        kept = self._numbers("linear_distillation_loss", "target", target, rows.shape) != ignore_index
-        loss = soft * self._xp.where(kept, rows, 0 * rows).sum() / kept.sum()
+            raise ValueError(f"cute.{function}: option `hard` is {hard}, which needs the argument `target`.")
+        heads = [self._array(a) for a in (hidden, weight, teacher_hidden, teacher_weight)]
+        labels = None if target is None else self._numbers(function, "target", target, heads[0].shape[:-1])
+        like: Any = heads[0][..., :1].sum(-1) if labels is None else labels
+        zeros: Any = xp.zeros_like(like, dtype=xp.float32)
+        kept = zeros == 0 if labels is None else labels != ignore_index
+        count, options = xp.where(kept, zeros + 1, zeros).sum(), (beta, temperature, "float32", chunk_rows)
+        of_rows, total = self._distillation
+        if str(heads[0].dtype).removeprefix("torch.") == "float16":
+            rows = of_rows(*heads, bias, teacher_bias, *options)
+            loss = soft * xp.where(kept, rows, zeros).sum() / count
+            return loss + hard * self._losses(hidden, weight, target, bias, ignore_index) if hard else loss  # type: ignore[no-any-return]
+        weights = [xp.where(kept, soft / count, zeros), None, None]
         if hard:
-            loss = loss + hard * self._losses(hidden, weight, target, bias, ignore_index)
-        return loss  # type: ignore[no-any-return]
+            known = (like >= 0) & (like < heads[1].shape[0])
+            weights[1:] = [xp.where(kept, xp.where(known, hard / count, xp.nan), zeros), labels]
+        return total(*heads, *weights, bias, teacher_bias, *options) + 0 / count  # type: ignore[no-any-return]
 
     # --- parts -------------------------------------------------------------------------------------------------------
 

@@ -145,6 +145,7 @@ def linear_distillation_loss(
     target: Array | None = None,
     bias: Array | None = None,
     *,
+    teacher_bias: Array | None = None,
     beta: float = 0.5,
     temperature: float = 1.0,
     hard: float = 0.0,
@@ -157,6 +158,10 @@ def linear_distillation_loss(
     ``soft`` times the mean of :func:`divergence` over the tokens that are not ignored, plus ``hard`` times the mean
     cross entropy of the target
 
+    The gradients are computed in the forward, from logits that are computed once: four products with the divergence
+    and the cross entropy together, two where no gradient is wanted. In float16 the backward computes the logits
+    again, so that their gradient is multiplied by the loss' scale before it is rounded.
+
     Args:
         hidden: ``T[*m h]``.
         weight: ``T[n h]``.
@@ -164,6 +169,7 @@ def linear_distillation_loss(
         teacher_weight: ``T[n i]``; no gradient.
         target: integers ``[*m]``; all tokens count where None.
         bias: ``T[n]``, of the student.
+        teacher_bias: ``T[n]``; no gradient.
         beta: 0 is the forward Kullback-Leibler divergence, 1 the reverse one, between the generalised
             Jensen-Shannon divergence.
         temperature: divides both logits, for the divergence.

@@ -23,7 +23,7 @@ class Chunks:
     """The chunks of a call.
 
     Args:
-        inputs: hidden, weight, bias and what else has rows, by name.
+        inputs: hidden, weight, bias and what else has rows, by name; those of another head with a word before each.
         attrs: ``accum_dtype`` and ``chunk_rows``, 0 where the heuristic chooses.
         wanted: the gradients to sum up.
         share: means nothing here: XLA places arrays.
@@ -59,7 +59,8 @@ class Chunks:
         if is_symbolic(width) or is_symbolic(vocab):
             return chunks.ENOUGH
         rows = chunks.MAX_ROWS if self.symbolic else rows
-        return chunks.rows_per_chunk(rows, width, vocab, self.hidden.dtype.itemsize, chunks.ENOUGH)
+        heads = sum(name.endswith("hidden") for name in self.inputs)
+        return chunks.rows_per_chunk(rows, width, heads * vocab, self.hidden.dtype.itemsize, chunks.ENOUGH)
 
     def new_rows(self) -> Array:
         like = self.inputs.get("target", self.hidden)  # which devices may share differently than hidden states
@@ -81,9 +82,10 @@ class Chunks:
             )
         return jax.lax.dynamic_update_slice_in_dim(array, rows.astype(array.dtype), at[0], 0)
 
-    def logits(self, at: At) -> Array:
-        logits: Array = self.cut("hidden", at) @ self.weight.T
-        return logits if self.bias is None else logits + self.bias
+    def logits(self, at: At, head: str = "") -> Array:
+        logits: Array = self.cut(f"{head}hidden", at) @ self.inputs[f"{head}weight"].T
+        bias = self.inputs[f"{head}bias"]
+        return logits if bias is None else logits + bias
 
     def sums(self) -> dict[str, Array]:
         # Sums of the gradients of weight and bias over chunks are rounded once at the end. The weight's gradient of one

@@ -34,7 +34,7 @@ class Chunks:
     """The chunks of a call.
 
     Args:
-        inputs: hidden, weight, bias and what else has rows, by name.
+        inputs: hidden, weight, bias and what else has rows, by name; those of another head with a word before each.
         attrs: ``accum_dtype`` and ``chunk_rows``, 0 where the heuristic chooses; ``skip_ignored``, whether rows with
             the target ``ignore_index`` may be left out.
         wanted: the gradients to sum up.
@@ -50,6 +50,7 @@ class Chunks:
         pitch: elements from one row of logits to the next.
         whole: how many of the classes are a multiple of what products are fast for.
         alone: whether one product of all rows makes each result.
+        heads: the words before the names of each head.
     """
 
     def __init__(
@@ -68,7 +69,8 @@ class Chunks:
         self.whole: int = classes // step * step or classes
         # Of what all ranks know: with other chunks they would wait for each other.
         most = -(-(largest or classes) // step) * step
-        sizes = rows, width, most, self.hidden.dtype.itemsize
+        self.heads = [name.removesuffix("hidden") for name in inputs if name.endswith("hidden")]
+        sizes = rows, width, len(self.heads) * most, self.hidden.dtype.itemsize
         asked: int = attrs["chunk_rows"]
         apart, shared = "dweight" in wanted and DTYPES[attrs["accum_dtype"]] != self.weight.dtype, 0
         self.slices = self._of_rows(asked or chunks.rows_per_chunk(*sizes))
@@ -118,8 +120,8 @@ class Chunks:
         return self.alone and self.weight.is_contiguous()
 
     def _fitting(self) -> int:
-        """The rows of logits that fit the memory of the weight's gradient."""
-        return self.weight.numel() // max(self.pitch, 1)
+        """The rows of all heads' logits that fit the memory of the weight's gradient."""
+        return self.weight.numel() // max(self.pitch * len(self.heads), 1)
 
     def each(self, state: State, body: Callable[[State, slice], State]) -> State:
         for at in self.slices:
@@ -142,18 +144,23 @@ class Chunks:
         array[at] = rows
         return array
 
-    def logits(self, at: slice) -> Tensor:
-        """In the same memory for all chunks: at the end of what is spare, where there is any."""
+    def logits(self, at: slice, head: str = "") -> Tensor:
+        """In the same memory for all chunks: at the end of what is spare, where there is any, another head's at its
+        beginning.
+        """
+        hidden, weight, bias = (self.inputs[f"{head}{name}"] for name in ("hidden", "weight", "bias"))
         if self.alone:
-            return _linear(self.hidden, self.weight, self.bias)
+            return _linear(hidden, weight, bias)
         shape = at.stop - at.start, self.pitch
+        size = math.prod(shape)
         if self.spare is None:
-            self.spare = self.hidden.new_empty(shape).view(-1)
-        start = (self.spare.numel() - math.prod(shape)) // chunks.TILE * chunks.TILE
-        logits = self.spare[start : start + math.prod(shape)].view(shape)
+            self.spare = self.hidden.new_empty(size * len(self.heads))
+        step = chunks.TILE if len(self.heads) == 1 else math.gcd(self.pitch, chunks.TILE)
+        start = 0 if head else (self.spare.numel() - size) // step * step
+        logits = self.spare[start : start + size].view(shape)
         if self.pitch > self.weight.shape[0]:
             logits = logits[:, : self.weight.shape[0]]
-        rows, weight, bias = self.hidden[at], self.weight, self.bias
+        rows = hidden[at]
         for part in self._parts():
             if bias is None:
                 torch.mm(rows, weight[part].t(), out=logits[:, part])

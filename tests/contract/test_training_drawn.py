@@ -141,16 +141,19 @@ def distillation(adapter: Adapter, draw: Draw, kind: str) -> None:
     teacher = [given.numbers(*given.target.shape, width), given.numbers(len(given.weight), width)]
     known, classes = adapter.arrays(teacher), adapter.array(given.target) if draw.random() < 0.7 else None
     hard, soft = draw.choice([0.0, 0.5]) if classes is not None else 0.0, draw.choice([1.0, 0.3])
+    shift = given.numbers(len(given.weight)) if draw.random() < 0.5 else np.zeros(len(given.weight), np.float32)
+    teacher_bias = adapter.array(shift) if shift.any() else None
     options = {"beta": beta, "temperature": given.temperature, "hard": hard, "soft": soft,
                "chunk_rows": draw.choice([0, 1, 3]), "ignore_index": given.ignored}  # fmt: skip
 
     def ours(hidden: Any, weight: Any, bias: Any) -> Any:
-        return adapter.ours.linear_distillation_loss(hidden, weight, *known, classes, bias, **options)
+        given = (hidden, weight, *known, classes, bias)
+        return adapter.ours.linear_distillation_loss(*given, teacher_bias=teacher_bias, **options)
 
     def exact(hidden: Any, weight: Any, bias: Any) -> Any:
         th, tw = (torch.from_numpy(a).double() for a in teacher)
         q = F.log_softmax((hidden @ weight.T + bias) / given.temperature, -1)
-        p = F.log_softmax(th @ tw.T / given.temperature, -1)
+        p = F.log_softmax((th @ tw.T + torch.from_numpy(shift).double()) / given.temperature, -1)
         kl = lambda a, b: (a.exp() * (a - b)).sum(-1)  # noqa: E731
         m = (beta * p.exp() + (1 - beta) * q.exp()).log()
         rows = {"kl": kl(p, q), "reverse": kl(q, p), "jsd": beta * kl(p, m) + (1 - beta) * kl(q, m)}[kind]

@@ -23,6 +23,7 @@ from cute_ops.jit.layout import Memory
 from cute_ops.jit.target import parse
 from cute_ops.jit.variant import Variant
 from cute_ops.ops.expression.by_call import ByCall, kinds
+from cute_ops.ops.reduction.divergence import distillation_step, divergence_step
 from cute_ops.testing import kernel_calls
 from cute_ops.tools import gradient, sass
 from tests.emulator import machine_code
@@ -76,6 +77,19 @@ def test_threads_follow_from_streams_and_alignment(name: str, n: int, dtype: str
 def test_rows_that_are_whole_ctas(name: str, layout: str) -> None:
     for n, dtype in ((4096, "bfloat16"), (2048, "float32"), (4096 + 8, "bfloat16")):
         kernel_calls.check(kernel_calls.made(BY_NAME[name], 3, n, dtype, layout, np.random.default_rng(n)))
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize("op", [divergence_step, distillation_step], ids=lambda op: op.name)
+def test_a_divergence_with_its_gradient(op: Op, beta: float) -> None:
+    for n, dtype, layout in ((40, "bfloat16", "compact"), (1001, "float16", "off"), (4099, "float32", "spaced")):
+        case = Case("", {"m": (3,), "n": n}, attrs={"beta": beta, "temperature": 2.0 - beta})
+        arrays = testing.inputs(op, case, dtype)
+        for name in {"soft", "hard"} & arrays.keys():
+            arrays[name][0] = 0.0
+        arrays["student"][0, 0] = np.inf  # of a row that does not count
+        where = {name: kernel_calls.place(op.inputs[name], a, layout) for name, a in arrays.items()}
+        kernel_calls.check(kernel_calls.Call(op, arrays, where, case.attrs, "", lambda seed, a=arrays: a))
 
 
 def test_a_gradient_keeps_what_it_reads() -> None:

@@ -321,6 +321,27 @@ def test_chunks_cost_the_weights_gradient_no_digits(
         error(4, accum_dtype=torch.float64)
 
 
+@pytest.mark.parametrize("classes", [67, 64])
+def test_the_logits_of_two_heads_lie_where_the_weights_gradient_goes(
+    classes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunks, "rows_per_chunk", lambda *sizes: 100)
+    (hidden, weight), target, _ = many_chunks(300, 320, classes, "cpu")
+    teacher = [t.detach().flip(0) for t in (hidden, weight)]
+    inputs = {"hidden": hidden, "weight": weight, "bias": None, "teacher_hidden": teacher[0]}
+    made = Chunks(inputs, {"accum_dtype": "float32", "chunk_rows": 0}, ("dhidden", "dweight"))
+    assert [each.stop - each.start for each in made.slices] == [128, 128, 44]
+    assert made.spare is not None and made.spare.data_ptr() == made.dweight.data_ptr()
+    loss = cute_ops_torch.linear_distillation_loss(hidden, weight, *teacher, target, hard=0.5, beta=0.2)
+    wide = [t.detach().double().requires_grad_() for t in (hidden, weight)]
+    q, p = ((a.double() @ b.double().t()).log_softmax(-1) for a, b in (wide, teacher))
+    m = (0.2 * p.exp() + 0.8 * q.exp()).log()
+    exact = (0.2 * p.exp() * (p - m) + 0.8 * q.exp() * (q - m)).sum(-1).mean() + 0.5 * F.nll_loss(q, target)
+    torch.testing.assert_close(loss.double(), exact, rtol=2e-3, atol=0.0)
+    both = zip(gradients(loss, hidden, weight), gradients(exact, *wide), strict=True)
+    assert max(relative(found, wanted) for found, wanted in both) < 8e-3
+
+
 def test_logits_lie_where_the_weights_gradient_goes() -> None:
     """While it is summed in float32: chunks of at most as many rows as the weight has columns fit there."""
     sizes = (1024, 128), (2100, 2048), (64, 2048), (1000, 64), (0, 128)
