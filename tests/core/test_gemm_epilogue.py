@@ -365,6 +365,13 @@ def test_only_what_is_wanted_is_computed(wanted: str, steps: str) -> None:
     assert (wanted == "other") == all("other" not in step.inputs or step.inputs["other"].unread for step in found)
 
 
+def test_a_product_that_only_chooses_has_no_gradient() -> None:
+    op = fused_linear(lambda xp, acc, row: xp.where(acc > 0, row, 0.0), operands={"row": "n"}, name="chosen")
+    assert " ".join(step.name for step in op.steps) == "chosen_bwd_row"
+    assert op.no_gradient == ("fused", "weight", "x")
+    gradient.check(op, Case("", {"m": (2, 3), "n": 5, "k": 4}))
+
+
 @pytest.mark.parametrize("op", [op for op in (*DERIVED, linear, linear_float32) if op.grad], ids=lambda op: op.name)
 @pytest.mark.parametrize("m", [(), (2, 3)], ids=str)
 def test_gradients(op: Op, m: tuple[int, ...]) -> None:

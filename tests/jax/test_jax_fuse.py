@@ -357,6 +357,22 @@ def test_half_of_a_relu_is_kept_whole() -> None:
     np.testing.assert_array_equal(grad, zeros)
 
 
+def test_gradients_of_an_input_in_a_loss() -> None:
+    """A gradient penalty: a product that only chooses between an operand's multiples has no gradient of its own."""
+    up, bias, down = draw(N, 7), draw(7), draw(7)
+
+    def critic(up: Any, bias: Any, down: Any, x: Any) -> Any:
+        return jax.nn.leaky_relu(x @ up + bias) @ down
+
+    def penalty(*weights: Any) -> Any:
+        slopes = jax.vmap(jax.grad(critic, 3), (None, None, None, 0))(*weights, X.reshape(-1, N))
+        return jnp.mean((jnp.sqrt(jnp.sum(slopes**2, -1)) - 1) ** 2)
+
+    given = up, bias, down
+    assert "linear" in became(jax.grad(penalty, (0, 1, 2)), *given)
+    same(jax.grad(cute_ops_jax.fuse(penalty), (0, 1, 2))(*given), jax.grad(penalty, (0, 1, 2))(*given))
+
+
 def test_effects_happen_in_order(capfd: pytest.CaptureFixture[str]) -> None:
     def function(x: Any) -> Any:
         jax.debug.print("first", ordered=True)

@@ -114,7 +114,10 @@ def gradient(forward: Forward, save: bool) -> Gradient:
     across = forward.weight.shape.startswith("k")
     steps = [linear_acc(forward.acc.dtype, across=across)] if again else []
     products = product_gradients(d_acc, across=across) if d_acc else ()
+    # Without a product in the gradient there is nothing that `fused` decides.
     flat = made.zero - {ACC} | made.repeated | ({"x", "weight"} if not d_acc else set())
+    if pointwise_steps and not (again or products):
+        flat.add("fused")
     saves = save and any(ACC in step.inputs for step in pointwise_steps)
     return Gradient((*steps, *pointwise_steps, *products), made.handed_on, tuple(sorted(flat)), saves)
 
