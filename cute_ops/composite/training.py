@@ -11,13 +11,15 @@ from math import inf
 from numbers import Real
 from typing import Any, Generic, TypeVar
 
+from cute_ops.composite import preferences
 from cute_ops.composite.linear_distillation import linear_distillation_rows, linear_distillation_total
 from cute_ops.declaration.array_api import constant
 from cute_ops.errors import shown
 
 Array = TypeVar("Array")
-PREFERENCES = ("dpo", "ipo", "orpo", "simpo", "cpo", "kto")
-POLICIES = ("grpo", "bnpo", "dr_grpo")
+PREFERENCES = preferences.KINDS
+POLICIES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo")
+LEVELS = ("token", "sequence")
 
 
 class Training(Generic[Array]):
@@ -66,19 +68,28 @@ class Training(Generic[Array]):
     def linear_preference_loss(
         self, hidden: Array, weight: Array, target: Array, reference: Array | None = None,
         bias: Array | None = None, *, kind: str = "dpo", beta: float = 0.1, alpha: float = 0.0, gamma: float = 0.5,
-        label_smoothing: float = 0.0, desirable: Array | None = None, kl: Any = 0.0,
-        ignore_index: int = -100, temperature: float = 1.0,
+        label_smoothing: float = 0.0, tau: float = 0.05, average: bool | None = None,
+        desirable: Array | None = None, kl: Any = 0.0, ignore_index: int = -100, temperature: float = 1.0,
     ) -> tuple[Array, Array]:  # fmt: skip
         """The loss of preferences between sequences, without ever holding all logits.
 
-        With ``c``, ``r`` the log-probabilities of a pair's chosen and rejected sequence, those of the reference model
-        subtracted for DPO and IPO, averaged over tokens for ORPO and SimPO:
+        With ``c``, ``r`` the log-probabilities of a pair's chosen and rejected sequence, averaged over tokens for ORPO
+        and SimPO, those of the reference model subtracted but for ORPO, SimPO and CPO, and ``d = beta * (c - r)``:
 
-        - ``dpo``: ``-logsigmoid(beta * (c - r))``, with ``label_smoothing`` conservative DPO
+        - ``dpo``: ``-logsigmoid(d)``, with ``label_smoothing`` conservative DPO
         - ``ipo``: ``(c - r - 1 / (2 * beta))^2``
         - ``cpo``: as ``dpo``, without a reference
-        - ``simpo``: ``-logsigmoid(beta * (c - r) - gamma)``
+        - ``simpo``: ``-logsigmoid(d - gamma)``
         - ``orpo``: ``-beta * logsigmoid(log(odds(c) / odds(r)))``
+        - ``hinge``: ``max(1 - d, 0)``, of SLiC and, without a reference, of CPO
+        - ``robust``: ``((e - 1) * logsigmoid(d) + e * logsigmoid(-d)) / (1 - 2 * e)`` with ``e = label_smoothing``
+        - ``exo_pair``: the divergence of ``(sigmoid(d), sigmoid(-d))`` from ``(1 - e, e)``
+        - ``nca_pair``: ``-logsigmoid(beta * c) - (logsigmoid(-beta * c) + logsigmoid(-beta * r)) / 2``
+        - ``bco_pair``: ``-logsigmoid(beta * c) - logsigmoid(-beta * r)``
+        - ``sppo_hard``: ``(c - 1 / (2 * beta))^2 + (r + 1 / (2 * beta))^2``
+        - ``apo_zero``: ``sigmoid(-beta * c) + sigmoid(beta * r)``
+        - ``apo_down``: ``sigmoid(beta * c) + sigmoid(-d)``
+        - ``discopop``: ``-logsigmoid(d) * (1 - w) + exp(-d) * w`` with ``w = sigmoid(d / tau)``
         - ``kto``: ``1 - sigmoid(beta * (c - kl))`` of a desirable sequence, ``1 - sigmoid(beta * (kl - c))`` of another
 
         The mean over pairs, of KTO over sequences, plus ``alpha`` times the mean loss of the chosen tokens.
@@ -88,13 +99,15 @@ class Training(Generic[Array]):
             weight: ``T[n h]``.
             target: integers ``[2b s]``.
             reference: float32 ``[2b]``: log-probabilities of the sequences under the reference model, which
-                :func:`linear_log_probs` gives; for DPO, IPO and KTO. No gradient is computed.
+                :func:`linear_log_probs` gives; for all but ORPO, SimPO and CPO. No gradient is computed.
             bias: ``T[n]``.
             kind: one of those above.
             beta: the temperature of preferences; of ORPO the weight of its loss.
             alpha: weight of the loss of the chosen tokens, which ORPO and CPO have as 1.
             gamma: the margin of SimPO.
-            label_smoothing: how often preferences are wrong; for DPO, CPO and SimPO.
+            label_smoothing: how often preferences are wrong; for DPO, CPO, SimPO, ``robust`` and ``exo_pair``.
+            tau: the temperature of DiscoPOP's weights.
+            average: divide log-probabilities by the number of tokens that are not ignored; None: of ORPO and SimPO.
             desirable: bools ``[b]``, for KTO.
             kl: the reference point of KTO.
             ignore_index: the target of tokens that do not count.
@@ -104,24 +117,29 @@ class Training(Generic[Array]):
             ``(loss, log_probs)``: a float32 scalar, and the sequences' log-probabilities, float32 ``[2b]``.
 
         Raises:
-            ValueError: another kind, a reference or ``desirable`` that is missing, an odd number of sequences.
+            ValueError: another kind, a reference or ``desirable`` that is missing, an odd number of sequences, a
+                ``label_smoothing`` out of the kind's range.
 
-        Source: Rafailov et al., DPO, 2023; Azar et al., IPO, 2023; Hong et al., ORPO, 2024; Meng et al., SimPO, 2024;
-        Xu et al., CPO, 2024; Ethayarajh et al., KTO, 2024.
+        Source: Rafailov et al., DPO, 2023; Azar et al., IPO, 2023; Zhao et al., SLiC-HF, 2023; Hong et al., ORPO, 2024;
+        Meng et al., SimPO, 2024; Xu et al., CPO, 2024; Ethayarajh et al., KTO, 2024; Chowdhury et al., Robust DPO,
+        2024; Ji et al., EXO, 2024; Chen et al., NCA, 2024; Jung et al., BCO, 2024; Wu et al., SPPO, 2024;
+        D'Oosterlinck et al., APO, 2024; Lu et al., DiscoPOP, 2024.
         """
         function, labels = "linear_preference_loss", self._array(target)
-        count = self._check_preference(function, kind, labels, reference, desirable)
+        count = self._check_preference(function, kind, labels, reference, desirable, label_smoothing)
         tokens, kept = self._tokens(function, (hidden, weight, labels, bias), ignore_index, temperature)
         log_probs = tokens.sum(-1)
-        if kind in ("orpo", "simpo"):
+        if kind in preferences.AVERAGED if average is None else average:
             log_probs = log_probs / kept.sum(-1)
         ratios = log_probs
-        if kind in ("dpo", "ipo", "kto"):
+        if kind not in preferences.ALONE and reference is not None:
             ratios = log_probs - self._numbers(function, "reference", reference, labels.shape[:1])
         if kind == "kto":
-            losses = self._kto(ratios, self._numbers(function, "desirable", desirable, labels.shape[:1]), beta, kl)
+            wanted = self._numbers(function, "desirable", desirable, labels.shape[:1])
+            losses = preferences.kto(self._xp, ratios, wanted, beta, kl)
         else:
-            losses = self._pairs(kind, ratios[:count], ratios[count:], (beta, gamma, label_smoothing))
+            options = preferences.Options(beta, gamma, label_smoothing, tau)
+            losses = preferences.PAIRS[kind](self._xp, ratios[:count], ratios[count:], options)
         loss = losses.mean()
         if alpha:
             loss = loss - alpha * tokens[:count].sum() / kept[:count].sum()
@@ -130,13 +148,15 @@ class Training(Generic[Array]):
     def linear_policy_loss(
         self, hidden: Array, weight: Array, target: Array, advantages: Array, old: Array | None = None,
         reference: Array | None = None, *, bias: Array | None = None, kind: str = "grpo", beta: float = 0.04,
-        clip_low: float = 0.2, clip_high: float = 0.2, max_tokens: int = 0, ignore_index: int = -100,
+        clip_low: float = 0.2, clip_high: float = 0.2, ratio_bound: float | None = None, level: str = "token",
+        token_weights: Array | None = None, max_tokens: int = 0, num_tokens: Any = None, ignore_index: int = -100,
         temperature: float = 1.0,
     ) -> tuple[Array, Array]:  # fmt: skip
         """The clipped loss of a policy on sampled tokens, without ever holding all logits: GRPO and its kin.
 
-        ``ratio = exp(log_prob - old)``; of a token ``-min(ratio * a, clip(ratio, 1 - clip_low, 1 + clip_high) * a)
-        + beta * (exp(reference - log_prob) - (reference - log_prob) - 1)``
+        ``ratio = exp(log_prob - old)``; of a token ``-min(min(ratio, ratio_bound) * a, clip(ratio, 1 - clip_low,
+        1 + clip_high) * a) * token_weight + beta * (exp(reference - log_prob) - (reference - log_prob) - 1)``. CISPO
+        has ``-min(ratio, 1 + clip_high) * a * log_prob``, of a ratio without a gradient, in place of the smaller one.
 
         Args:
             hidden: ``T[b s h]``.
@@ -148,10 +168,17 @@ class Training(Generic[Array]):
             reference: float32 ``[b s]``: log-probabilities under the reference model; without it there is no such term.
             bias: ``T[n]``.
             kind: ``"grpo"``: the mean over sequences of the means over their tokens; ``"bnpo"``: the mean over all
-                tokens; ``"dr_grpo"``: the sum over ``b * max_tokens``.
+                tokens; ``"dr_grpo"``: the sum over ``b * max_tokens``; ``"dapo"``, ``"cispo"``: the sum over
+                ``num_tokens``.
             beta: weight of the divergence from the reference.
             clip_low, clip_high: how far the ratio may go.
+            ratio_bound: the largest ratio of tokens with a negative advantage, which nothing else bounds.
+            level: ``"sequence"`` takes the geometric mean of a sequence's ratios for each of its tokens, as GSPO.
+            token_weights: float32 ``[b s]``: factors of tokens' losses, as those for what samples tokens in another
+                precision; not of the divergence. No gradient is computed.
             max_tokens: for ``"dr_grpo"``; s where 0.
+            num_tokens: for ``"dapo"`` and ``"cispo"``: a number, such as the tokens of all steps whose gradients are
+                added up; those of the call where None.
             ignore_index: the target of tokens that do not count.
             temperature: divides the logits.
 
@@ -159,30 +186,42 @@ class Training(Generic[Array]):
             ``(loss, log_probs)``: a float32 scalar, and the tokens' log-probabilities, float32 ``[b s]``.
 
         Raises:
-            ValueError: another kind.
+            ValueError: another kind or level, CISPO of sequences' ratios.
 
-        Source: Shao et al., DeepSeekMath, 2024; Liu et al., Understanding R1-Zero-Like Training, 2025.
+        Source: Shao et al., DeepSeekMath, 2024; Liu et al., Understanding R1-Zero-Like Training, 2025; Yu et al., DAPO,
+        2025; Zheng et al., GSPO, 2025; Chen et al., MiniMax-M1 (CISPO), 2025.
         """
         function, xp, labels = "linear_policy_loss", self._xp, self._array(target)
         self._check_kind(function, kind, POLICIES)
+        self._check_kind(function, level, LEVELS[: 1 if kind == "cispo" else 2], "level")
         self._check_dims(function, labels)
         gain = self._numbers(function, "advantages", advantages, labels.shape[:1])[:, None]
-        earlier, reference = (
+        earlier, reference, factor = (
             None if given is None else self._numbers(function, name, given, labels.shape)
-            for name, given in (("old", old), ("reference", reference))
+            for name, given in (("old", old), ("reference", reference), ("token_weights", token_weights))
         )
         tokens, kept = self._tokens(function, (hidden, weight, labels, bias), ignore_index, temperature)
-        ratio = xp.exp(tokens - (constant(xp, tokens) if earlier is None else earlier))
-        losses = -xp.minimum(ratio * gain, xp.clip(ratio, 1 - clip_low, 1 + clip_high) * gain)
+        further = tokens - (constant(xp, tokens) if earlier is None else earlier)
+        if level == "sequence":
+            further = ((further * kept).sum(-1) / self._least(kept.sum(-1)))[:, None]
+        ratio = xp.exp(further)
+        if kind == "cispo":
+            losses = -constant(xp, xp.clip(ratio, None, 1 + clip_high)) * gain * tokens
+        else:
+            free = ratio if ratio_bound is None else xp.clip(ratio, None, ratio_bound)
+            losses = -xp.minimum(free * gain, xp.clip(ratio, 1 - clip_low, 1 + clip_high) * gain)
+        if factor is not None:
+            losses = losses * factor
         if reference is not None and beta:
-            further: Any = reference - tokens
-            losses = losses + beta * (xp.exp(further) - further - 1)
+            apart: Any = reference - tokens
+            losses = losses + beta * (xp.exp(apart) - apart - 1)
         losses = losses * kept
         if kind == "grpo":
             return (losses.sum(-1) / self._least(kept.sum(-1))).mean(), tokens
-        if kind == "bnpo":
-            return losses.sum() / self._least(kept.sum()), tokens
-        return losses.sum() / (tokens.shape[0] * (max_tokens or tokens.shape[1])), tokens
+        if kind == "dr_grpo":
+            return losses.sum() / (tokens.shape[0] * (max_tokens or tokens.shape[1])), tokens
+        count = kept.sum() if num_tokens is None or kind == "bnpo" else 0 * kept.sum() + num_tokens
+        return losses.sum() / self._least(count), tokens
 
     def linear_distillation_loss(
         self, hidden: Array, weight: Array, teacher_hidden: Array, teacher_weight: Array, target: Array | None = None,
@@ -258,32 +297,14 @@ class Training(Generic[Array]):
         loss = self._losses(*head, ignore_index, reduction="none", logit_scale=1.0 / number)
         return -loss, 0 * constant(self._xp, loss) + (head[2] != ignore_index)
 
-    def _pairs(self, kind: str, c: Any, r: Any, options: tuple[float, float, float]) -> Any:
-        """The loss of each pair."""
-        xp, (beta, gamma, smoothing) = self._xp, options
-        if kind == "ipo":
-            return (c - r - 1 / (2 * beta)) ** 2
-        if kind == "orpo":
-            odds = (c - r) - (xp.log(-xp.expm1(c)) - xp.log(-xp.expm1(r)))
-            return -beta * self._logsigmoid(odds)
-        logits = beta * (c - r) - (gamma if kind == "simpo" else 0.0)
-        return -self._logsigmoid(logits) * (1 - smoothing) - self._logsigmoid(-logits) * smoothing
-
-    def _kto(self, ratios: Any, desirable: Any, beta: float, kl: Any) -> Any:
-        logits = beta * (ratios - kl)
-        return 1 - self._xp.exp(self._logsigmoid(self._xp.where(desirable, logits, -logits)))
-
-    def _logsigmoid(self, x: Any) -> Any:
-        return (x - abs(x)) / 2 - self._xp.log1p(self._xp.exp(-abs(x)))
-
     def _least(self, count: Any) -> Any:
         """At least one, for sequences without tokens."""
         return self._xp.where(count < 1, count * 0 + 1, count)
 
-    def _check_kind(self, name: str, kind: str, kinds: tuple[str, ...]) -> None:
+    def _check_kind(self, name: str, kind: str, kinds: tuple[str, ...], option: str = "kind") -> None:
         if kind not in kinds:
-            known = ", ".join(map(repr, kinds[:-1])) + f" or {kinds[-1]!r}"
-            raise ValueError(f"cute.{name}: option `kind` is {shown(kind)}, expected {known}.")
+            known = " or ".join(filter(None, (", ".join(map(repr, kinds[:-1])), repr(kinds[-1]))))
+            raise ValueError(f"cute.{name}: option `{option}` is {shown(kind)}, expected {known}.")
 
     def _check_dims(self, function: str, target: Any) -> None:
         """Raise ValueError unless targets are those of sequences."""
@@ -302,14 +323,20 @@ class Training(Generic[Array]):
             raise TypeError(f"cute.{function}: argument `{name}` has dtype {dtype}, expected {expects}.")
         return array
 
-    def _check_preference(self, name: str, kind: str, target: Any, reference: Any, desirable: Any) -> int:
+    def _check_preference(
+        self, name: str, kind: str, target: Any, reference: Any, desirable: Any, label_smoothing: float
+    ) -> int:  # fmt: skip
         """The number of pairs, or of KTO's sequences."""
         self._check_kind(name, kind, PREFERENCES)
         self._check_dims(name, target)
-        if kind in ("dpo", "ipo", "kto") and reference is None:
+        if kind not in (*preferences.ALONE, "hinge") and reference is None:
             raise ValueError(f"cute.{name}: argument `reference` is None, which {kind!r} needs.")
         if kind == "kto" and desirable is None:
             raise ValueError(f"cute.{name}: argument `desirable` is None, which 'kto' needs.")
+        text, inside = preferences.SMOOTHED.get(kind, ("", None))
+        if inside and not inside(label_smoothing):
+            problem = f"option `label_smoothing` is {shown(label_smoothing)}, expected {text} for {kind!r}."
+            raise ValueError(f"cute.{name}: {problem}")
         sequences = int(target.shape[0])
         if kind != "kto" and sequences % 2:
             problem = f"argument `target` has {sequences} sequences, which are no pairs of chosen and rejected ones."

@@ -43,6 +43,8 @@ def linear_preference_loss(
     alpha: float = 0.0,
     gamma: float = 0.5,
     label_smoothing: float = 0.0,
+    tau: float = 0.05,
+    average: bool | None = None,
     desirable: Array | None = None,
     kl: Any = 0.0,
     ignore_index: int = -100,
@@ -50,14 +52,23 @@ def linear_preference_loss(
 ) -> tuple[Array, Array]:
     """The loss of preferences between sequences, without ever holding all logits.
 
-    With ``c``, ``r`` the log-probabilities of a pair's chosen and rejected sequence, those of the reference model
-    subtracted for DPO and IPO, averaged over tokens for ORPO and SimPO:
+    With ``c``, ``r`` the log-probabilities of a pair's chosen and rejected sequence, averaged over tokens for ORPO
+    and SimPO, those of the reference model subtracted but for ORPO, SimPO and CPO, and ``d = beta * (c - r)``:
 
-    - ``dpo``: ``-logsigmoid(beta * (c - r))``, with ``label_smoothing`` conservative DPO
+    - ``dpo``: ``-logsigmoid(d)``, with ``label_smoothing`` conservative DPO
     - ``ipo``: ``(c - r - 1 / (2 * beta))^2``
     - ``cpo``: as ``dpo``, without a reference
-    - ``simpo``: ``-logsigmoid(beta * (c - r) - gamma)``
+    - ``simpo``: ``-logsigmoid(d - gamma)``
     - ``orpo``: ``-beta * logsigmoid(log(odds(c) / odds(r)))``
+    - ``hinge``: ``max(1 - d, 0)``, of SLiC and, without a reference, of CPO
+    - ``robust``: ``((e - 1) * logsigmoid(d) + e * logsigmoid(-d)) / (1 - 2 * e)`` with ``e = label_smoothing``
+    - ``exo_pair``: the divergence of ``(sigmoid(d), sigmoid(-d))`` from ``(1 - e, e)``
+    - ``nca_pair``: ``-logsigmoid(beta * c) - (logsigmoid(-beta * c) + logsigmoid(-beta * r)) / 2``
+    - ``bco_pair``: ``-logsigmoid(beta * c) - logsigmoid(-beta * r)``
+    - ``sppo_hard``: ``(c - 1 / (2 * beta))^2 + (r + 1 / (2 * beta))^2``
+    - ``apo_zero``: ``sigmoid(-beta * c) + sigmoid(beta * r)``
+    - ``apo_down``: ``sigmoid(beta * c) + sigmoid(-d)``
+    - ``discopop``: ``-logsigmoid(d) * (1 - w) + exp(-d) * w`` with ``w = sigmoid(d / tau)``
     - ``kto``: ``1 - sigmoid(beta * (c - kl))`` of a desirable sequence, ``1 - sigmoid(beta * (kl - c))`` of another
 
     The mean over pairs, of KTO over sequences, plus ``alpha`` times the mean loss of the chosen tokens.
@@ -67,13 +78,15 @@ def linear_preference_loss(
         weight: ``T[n h]``.
         target: integers ``[2b s]``.
         reference: float32 ``[2b]``: log-probabilities of the sequences under the reference model, which
-            :func:`linear_log_probs` gives; for DPO, IPO and KTO. No gradient is computed.
+            :func:`linear_log_probs` gives; for all but ORPO, SimPO and CPO. No gradient is computed.
         bias: ``T[n]``.
         kind: one of those above.
         beta: the temperature of preferences; of ORPO the weight of its loss.
         alpha: weight of the loss of the chosen tokens, which ORPO and CPO have as 1.
         gamma: the margin of SimPO.
-        label_smoothing: how often preferences are wrong; for DPO, CPO and SimPO.
+        label_smoothing: how often preferences are wrong; for DPO, CPO, SimPO, ``robust`` and ``exo_pair``.
+        tau: the temperature of DiscoPOP's weights.
+        average: divide log-probabilities by the number of tokens that are not ignored; None: of ORPO and SimPO.
         desirable: bools ``[b]``, for KTO.
         kl: the reference point of KTO.
         ignore_index: the target of tokens that do not count.
@@ -83,10 +96,13 @@ def linear_preference_loss(
         ``(loss, log_probs)``: a float32 scalar, and the sequences' log-probabilities, float32 ``[2b]``.
 
     Raises:
-        ValueError: another kind, a reference or ``desirable`` that is missing, an odd number of sequences.
+        ValueError: another kind, a reference or ``desirable`` that is missing, an odd number of sequences, a
+            ``label_smoothing`` out of the kind's range.
 
-    Source: Rafailov et al., DPO, 2023; Azar et al., IPO, 2023; Hong et al., ORPO, 2024; Meng et al., SimPO, 2024;
-    Xu et al., CPO, 2024; Ethayarajh et al., KTO, 2024.
+    Source: Rafailov et al., DPO, 2023; Azar et al., IPO, 2023; Zhao et al., SLiC-HF, 2023; Hong et al., ORPO, 2024;
+    Meng et al., SimPO, 2024; Xu et al., CPO, 2024; Ethayarajh et al., KTO, 2024; Chowdhury et al., Robust DPO,
+    2024; Ji et al., EXO, 2024; Chen et al., NCA, 2024; Jung et al., BCO, 2024; Wu et al., SPPO, 2024;
+    D'Oosterlinck et al., APO, 2024; Lu et al., DiscoPOP, 2024.
     """
 
 def linear_policy_loss(
@@ -102,14 +118,19 @@ def linear_policy_loss(
     beta: float = 0.04,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
+    ratio_bound: float | None = None,
+    level: str = "token",
+    token_weights: Array | None = None,
     max_tokens: int = 0,
+    num_tokens: Any = None,
     ignore_index: int = -100,
     temperature: float = 1.0,
 ) -> tuple[Array, Array]:
     """The clipped loss of a policy on sampled tokens, without ever holding all logits: GRPO and its kin.
 
-    ``ratio = exp(log_prob - old)``; of a token ``-min(ratio * a, clip(ratio, 1 - clip_low, 1 + clip_high) * a)
-    + beta * (exp(reference - log_prob) - (reference - log_prob) - 1)``
+    ``ratio = exp(log_prob - old)``; of a token ``-min(min(ratio, ratio_bound) * a, clip(ratio, 1 - clip_low,
+    1 + clip_high) * a) * token_weight + beta * (exp(reference - log_prob) - (reference - log_prob) - 1)``. CISPO
+    has ``-min(ratio, 1 + clip_high) * a * log_prob``, of a ratio without a gradient, in place of the smaller one.
 
     Args:
         hidden: ``T[b s h]``.
@@ -121,10 +142,17 @@ def linear_policy_loss(
         reference: float32 ``[b s]``: log-probabilities under the reference model; without it there is no such term.
         bias: ``T[n]``.
         kind: ``"grpo"``: the mean over sequences of the means over their tokens; ``"bnpo"``: the mean over all
-            tokens; ``"dr_grpo"``: the sum over ``b * max_tokens``.
+            tokens; ``"dr_grpo"``: the sum over ``b * max_tokens``; ``"dapo"``, ``"cispo"``: the sum over
+            ``num_tokens``.
         beta: weight of the divergence from the reference.
         clip_low, clip_high: how far the ratio may go.
+        ratio_bound: the largest ratio of tokens with a negative advantage, which nothing else bounds.
+        level: ``"sequence"`` takes the geometric mean of a sequence's ratios for each of its tokens, as GSPO.
+        token_weights: float32 ``[b s]``: factors of tokens' losses, as those for what samples tokens in another
+            precision; not of the divergence. No gradient is computed.
         max_tokens: for ``"dr_grpo"``; s where 0.
+        num_tokens: for ``"dapo"`` and ``"cispo"``: a number, such as the tokens of all steps whose gradients are
+            added up; those of the call where None.
         ignore_index: the target of tokens that do not count.
         temperature: divides the logits.
 
@@ -132,9 +160,10 @@ def linear_policy_loss(
         ``(loss, log_probs)``: a float32 scalar, and the tokens' log-probabilities, float32 ``[b s]``.
 
     Raises:
-        ValueError: another kind.
+        ValueError: another kind or level, CISPO of sequences' ratios.
 
-    Source: Shao et al., DeepSeekMath, 2024; Liu et al., Understanding R1-Zero-Like Training, 2025.
+    Source: Shao et al., DeepSeekMath, 2024; Liu et al., Understanding R1-Zero-Like Training, 2025; Yu et al., DAPO,
+    2025; Zheng et al., GSPO, 2025; Chen et al., MiniMax-M1 (CISPO), 2025.
     """
 
 def linear_distillation_loss(

@@ -166,7 +166,11 @@ def test_log_probabilities(adapter: Adapter) -> None:
         (lambda ours, h, w, t: ours.linear_preference_loss(h, w, t, h[:, 0, 0], kind="kto"),
          "argument `desirable` is None, which 'kto' needs"),
         (lambda ours, h, w, t: ours.linear_policy_loss(h, w, t, h[:, 0, 0], kind="dpo"),
-         "option `kind` is 'dpo', expected 'grpo', 'bnpo' or 'dr_grpo'"),
+         "option `kind` is 'dpo', expected 'grpo', 'bnpo', 'dr_grpo', 'dapo' or 'cispo'"),
+        (lambda ours, h, w, t: ours.linear_policy_loss(h, w, t, h[:, 0, 0], kind="cispo", level="sequence"),
+         "option `level` is 'sequence', expected 'token'"),
+        (lambda ours, h, w, t: ours.linear_preference_loss(h, w, t, h[:, 0, 0], kind="robust", label_smoothing=0.5),
+         "option `label_smoothing` is 0.5, expected at least 0 and below 0.5 for 'robust'"),
         (lambda ours, h, w, t: ours.linear_distillation_loss(h, w, h, w, hard=0.5),
          "option `hard` is 0.5, which needs the argument `target`"),
         (lambda ours, h, w, t: ours.linear_distillation_loss(h, w, h, w, beta=2.0),
@@ -182,8 +186,8 @@ def test_log_probabilities(adapter: Adapter) -> None:
          "argument `old` has the shape "),
         (lambda ours, h, w, t: ours.linear_distillation_loss(h, w, h, w, t[:, :1]), "argument `target` has the shape "),
     ],
-    ids=["kind", "reference", "pairs", "desirable", "policy", "hard", "beta", "temperature", "scale", "weight",
-         "advantages", "old", "target"],
+    ids=["kind", "reference", "pairs", "desirable", "policy", "level", "smoothing", "hard", "beta", "temperature",
+         "scale", "weight", "advantages", "old", "target"],
 )  # fmt: skip
 def test_what_is_refused(adapter: Adapter, call: Any, text: str) -> None:
     with pytest.raises(ValueError, match=text):

@@ -57,38 +57,67 @@ class Problem:
             np.testing.assert_allclose(slope, wanted.numpy(), rtol=1e-3, atol=1e-4 * max(largest, 1.0))
 
 
+SMOOTHED = "dpo", "cpo", "simpo", "robust"
+OTHERS = PREFERENCES[5:-1]
+
+
+def of_pairs(kind: str, c: Any, r: Any, options: tuple[float, float, float]) -> Any:
+    """By the functions of their papers; DiscoPOP's temperature is 0.5."""
+    (beta, gamma, e), log, of = options, F.logsigmoid, torch.sigmoid
+    b, d = (beta * c, beta * r), beta * (c - r)
+    if kind in ("dpo", "cpo", "simpo"):
+        logits = d - (gamma if kind == "simpo" else 0.0)
+        return -log(logits) * (1 - e) - log(-logits) * e
+    if kind == "exo_pair":
+        share, wanted = torch.stack([of(d), of(-d)]), torch.tensor([1 - e, e], dtype=torch.float64)[:, None]
+        return (share * (share / wanted).log()).sum(0)
+    return {
+        "ipo": lambda: (c - r - 1 / (2 * beta)) ** 2,
+        "orpo": lambda: -beta * log((c - r) - (torch.log(-torch.expm1(c)) - torch.log(-torch.expm1(r)))),
+        "hinge": lambda: torch.relu(1 - d),
+        "robust": lambda: ((e - 1) * log(d) + e * log(-d)) / (1 - 2 * e),
+        "nca_pair": lambda: -log(b[0]) - log(-b[0]) / 2 - log(-b[1]) / 2,
+        "bco_pair": lambda: -log(b[0]) - log(-b[1]),
+        "sppo_hard": lambda: (c - 0.5 / beta) ** 2 + (r + 0.5 / beta) ** 2,
+        "apo_zero": lambda: 1 - of(b[0]) + of(b[1]),
+        "apo_down": lambda: of(b[0]) + 1 - of(d),
+        "discopop": lambda: -log(d) * (1 - of(2 * d)) + (-d).exp() * of(2 * d),
+    }[kind]()
+
+
+def other_preferences(adapter: Adapter, draw: Draw, kind: str) -> None:
+    for each in OTHERS[draw.randrange(3) :: 3]:
+        preferences(adapter, draw, each)
+
+
 def preferences(adapter: Adapter, draw: Draw, kind: str) -> None:
     sequences = draw.choice([0, 2, 6]) if kind != "kto" else draw.choice([0, 1, 5])
     given = Problem(draw, sequences)
     reference, desirable = -10 * abs(given.numbers(sequences)), given.rng.random(sequences) < 0.5
     beta, alpha, gamma = draw.choice([0.1, 0.7]), draw.choice([0.0, 1.0]), draw.choice([0.0, 0.4])
-    smoothing, kl = draw.choice([0.0, 0.2]) if kind in ("dpo", "cpo", "simpo") else 0.0, draw.choice([0.0, 0.3])
-    alpha = 0.0 if kind == "kto" else alpha
+    smoothing, kl = draw.choice([0.0, 0.2]) if kind in SMOOTHED else 0.0, draw.choice([0.0, 0.3])
+    smoothing = 0.1 if kind == "exo_pair" else smoothing
+    alpha, average = 0.0 if kind == "kto" else alpha, draw.choice([None, None, False, True])
+    compared = kind not in ("orpo", "simpo", "cpo") and not (kind == "hinge" and draw.random() < 0.5)
     arrays = [adapter.array(a) for a in (given.target, reference, desirable)]
 
     def ours(hidden: Any, weight: Any, bias: Any) -> Any:
         return adapter.ours.linear_preference_loss(
-            hidden, weight, arrays[0], arrays[1], bias, kind=kind, beta=beta, alpha=alpha, gamma=gamma,
-            label_smoothing=smoothing, desirable=arrays[2], kl=kl, **given.options,
+            hidden, weight, arrays[0], arrays[1] if compared else None, bias, kind=kind, beta=beta, alpha=alpha,
+            gamma=gamma, label_smoothing=smoothing, tau=0.5, average=average, desirable=arrays[2], kl=kl,
+            **given.options,
         )[0]  # fmt: skip
 
     def exact(*leaves: Any) -> Any:
         tokens, kept = given.tokens(*leaves)
         sums, half = tokens.sum(-1), sequences // 2
-        if kind in ("dpo", "ipo", "kto"):
+        sums = sums / kept.sum(-1) if average or (average is None and kind in ("orpo", "simpo")) else sums
+        if compared:
             sums = sums - torch.from_numpy(reference).double()
         if kind == "kto":
             logits = beta * (sums - kl)
             return torch.where(torch.from_numpy(desirable), torch.sigmoid(-logits), torch.sigmoid(logits)).mean()
-        sums = sums / kept.sum(-1) if kind in ("orpo", "simpo") else sums
-        c, r = sums[:half], sums[half:]
-        if kind == "ipo":
-            losses = (c - r - 1 / (2 * beta)) ** 2
-        elif kind == "orpo":
-            losses = -beta * F.logsigmoid((c - r) - (torch.log(-torch.expm1(c)) - torch.log(-torch.expm1(r))))
-        else:
-            logits = beta * (c - r) - (gamma if kind == "simpo" else 0.0)
-            losses = -F.logsigmoid(logits) * (1 - smoothing) - F.logsigmoid(-logits) * smoothing
+        losses = of_pairs(kind, sums[:half], sums[half:], (beta, gamma, smoothing))
         loss = losses.mean()
         return loss - alpha * tokens[:half].sum() / kept[:half].sum() if alpha else loss
 
@@ -104,13 +133,18 @@ def policies(adapter: Adapter, draw: Draw, kind: str) -> None:
         draw.choice([0, 9]),
     )
     gain, shape = given.numbers(len(given.target)), given.target.shape
+    level = draw.choice(["token", "sequence"]) if kind != "cispo" else "token"
+    bound, tokens_of_all = draw.choice([None, 1.5]), draw.choice([None, 11])
+    factor = abs(given.numbers(*shape)) if draw.random() < 0.4 else None
     with torch.no_grad():
         now, _ = given.tokens(*(torch.from_numpy(a).double() for a in (given.hidden, given.weight, given.bias)))
     near = [now.numpy().astype(np.float32) + given.numbers(*shape) / 2 for _ in range(2)]
     old, reference = (a if draw.random() < 0.7 else None for a in near)
     classes, gains = adapter.array(given.target), adapter.array(gain)
     others = [None if a is None else adapter.array(a) for a in (old, reference)]
-    options = {"beta": beta, "clip_low": low, "clip_high": high, "max_tokens": most, **given.options}
+    options = {"beta": beta, "clip_low": low, "clip_high": high, "max_tokens": most, "level": level,
+               "ratio_bound": bound, "num_tokens": tokens_of_all, **given.options}  # fmt: skip
+    options["token_weights"] = None if factor is None else adapter.array(factor)
 
     def ours(hidden: Any, weight: Any, bias: Any) -> Any:
         return adapter.ours.linear_policy_loss(
@@ -120,8 +154,14 @@ def policies(adapter: Adapter, draw: Draw, kind: str) -> None:
     def exact(*leaves: Any) -> Any:
         tokens, kept = given.tokens(*leaves)
         before = tokens.detach() if old is None else torch.from_numpy(old).double()
-        ratio, a = (tokens - before).exp(), torch.from_numpy(gain).double()[:, None]
-        losses = -torch.minimum(ratio * a, ratio.clip(1 - low, 1 + high) * a)
+        further, a = tokens - before, torch.from_numpy(gain).double()[:, None]
+        if level == "sequence":
+            further = (further * kept).sum(-1, keepdim=True) / kept.sum(-1, keepdim=True).clip(min=1)
+        ratio = further.exp()
+        losses = -torch.minimum(ratio.clip(max=bound) * a if bound else ratio * a, ratio.clip(1 - low, 1 + high) * a)
+        if kind == "cispo":
+            losses = -ratio.clip(max=1 + high).detach() * a * tokens
+        losses = losses if factor is None else losses * torch.from_numpy(factor).double()
         if reference is not None:
             d = torch.from_numpy(reference).double() - tokens
             losses = losses + beta * (d.exp() - d - 1)
@@ -130,6 +170,8 @@ def policies(adapter: Adapter, draw: Draw, kind: str) -> None:
             return (losses.sum(-1) / kept.sum(-1).clip(min=1)).mean()
         if kind == "bnpo":
             return losses.sum() / kept.sum().clip(min=1)
+        if kind in ("dapo", "cispo"):
+            return losses.sum() / (tokens_of_all or kept.sum().clip(min=1))
         return losses.sum() / (shape[0] * (most or shape[1]))
 
     given.agrees(adapter, ours, exact)
@@ -168,7 +210,8 @@ def distillation(adapter: Adapter, draw: Draw, kind: str) -> None:
 
 
 KINDS = [
-    *((preferences, kind) for kind in PREFERENCES), *((policies, kind) for kind in POLICIES),
+    *((preferences, kind) for kind in PREFERENCES if kind not in OTHERS), (other_preferences, "others"),
+    *((policies, kind) for kind in POLICIES),
     *((distillation, kind) for kind in ("kl", "reverse", "jsd")),
 ]  # fmt: skip
 
