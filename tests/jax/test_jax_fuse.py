@@ -373,6 +373,19 @@ def test_gradients_of_an_input_in_a_loss() -> None:
     same(jax.grad(cute_ops_jax.fuse(penalty), (0, 1, 2))(*given), jax.grad(penalty, (0, 1, 2))(*given))
 
 
+def test_half_of_a_product_is_added_to_another_one() -> None:
+    """Messages of a graph: the half belongs to one end of an edge."""
+    edges, both, weight = draw(B, T, T, 3), draw(B, T, 2 * N), draw(3, N)
+
+    def message(edges: Any, both: Any, weight: Any) -> Any:
+        _, sent = jnp.split(both, 2, -1)
+        return jax.nn.silu(edges @ weight + sent[:, None])
+
+    given = edges, both, weight
+    assert became(message, *given) == ["linear"]
+    same(cute_ops_jax.fuse(message)(*given), message(*given))
+
+
 def test_effects_happen_in_order(capfd: pytest.CaptureFixture[str]) -> None:
     def function(x: Any) -> Any:
         jax.debug.print("first", ordered=True)

@@ -196,16 +196,28 @@ def fits(
         _refuse(problem, [x, weight], (), layout, spec, caller)
 
     (rows, n, batch), packed = _sizes(x.shape, weight.shape, layout, refuse), "2" in layout
-    found = tuple(None if a is None else fit(a.shape, rows, n, packed, batch) for a in operands)
+    halves = _may_be_halves(epilogue, len(operands), packed, caller)
+    found = tuple(
+        None if a is None else fit(a.shape, rows, n, half, batch) for a, half in zip(operands, halves, strict=True)
+    )
     for i, (operand, how) in enumerate(zip(operands, found, strict=True)):
         if operand is not None and how is None:
             names = operand_names(epilogue, len(operands), caller)
-            problem = _unfit(names[i], operand.shape, rows, n, packed)
+            problem = _unfit(names[i], operand.shape, rows, n, halves[i])
             _refuse(problem, arrays, names, layout, spec, caller)
     if packed and n == 0:  # n columns are as many as 2n
         read = read_by_halves(epilogue, tuple(fit and fit.shape for fit in found), layout, attrs, caller)
         found = tuple(f and f._replace(shape=f.shape.replace("n", each)) for f, each in zip(found, read, strict=True))
     return found
+
+
+def _may_be_halves(epilogue: Epilogue, count: int, packed: bool, caller: str) -> list[bool]:
+    """Which of the operands may be two halves: all beside a packed product; else those that a text reads so."""
+    function = _meant(epilogue, caller)
+    if packed or not isinstance(function, str):
+        return [packed] * count
+    read = [each.packed for each in parse(function).operands[1:]]
+    return [*read, *[False] * count][:count]
 
 
 def _sizes(
