@@ -54,6 +54,7 @@ def test_few_functions_take_more_than_6_positional_arguments() -> None:
     assert len(many) <= 26, many
 
 
+@pytest.mark.slow
 def test_few_functions_have_more_than_15_branches() -> None:
     counts = {where: branches(function) for where, function in functions()}
     many = {where: count for where, count in counts.items() if count > 15}
@@ -61,6 +62,7 @@ def test_few_functions_have_more_than_15_branches() -> None:
     assert max(counts.values()) <= 25, max(counts, key=counts.__getitem__)
 
 
+@pytest.mark.slow
 def test_docstrings_do_not_lean_on_the_one_before() -> None:
     starts = "The same", "As ", "Those ", "Likewise"
     leaning = [

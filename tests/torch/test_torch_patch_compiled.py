@@ -79,7 +79,6 @@ MODELS = {
         "num_hidden_layers": 2, "vocab_size": 61,
     }, {"rmsnorm": 3, "cross_entropy": 1}),
 }  # fmt: skip
-QUICK = ("Qwen3",)
 # Kernels of the products of a layer, and of biases of experts, whose forms differ: an autograd node here, an op of a
 # graph there.
 _OWN_FORMS = re.compile(r"(linear|scale|swiglu|gated|rope|sorted_embedding)")
@@ -125,8 +124,9 @@ def step(run: Any, model: nn.Module, inputs: dict[str, torch.Tensor]) -> list[to
     return [loss.detach().float(), *(p.grad.float() for p in model.parameters() if p.grad is not None)]
 
 
+@pytest.mark.slow
 @pytest.mark.drawn(0.5)
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in MODELS])
+@pytest.mark.parametrize("name", MODELS)
 def test_a_graph_runs_what_eager_mode_runs(name: str, calls: Counter[str]) -> None:
     case, graphs = MODELS[name], list[Any]()
     model, inputs = made(case)
