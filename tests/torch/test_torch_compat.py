@@ -14,14 +14,18 @@ import pytest
 import torch
 
 import cute_ops_torch
-from cute_ops_torch.compat import causal_conv1d, flash_attn, liger, quack
+from cute_ops_torch.compat import causal_conv1d, flash_attn, liger, liger_chunked_loss, quack
 from tests.torch.compat_checks import drawn
 
 # What `liger_kernel` 0.8.5, `quack-kernels` 0.6.5, `flash-attn` 2.8.3 and `causal-conv1d` 1.7.0 publish.
 RECORDED = (Path(__file__).parent / "compat_signatures.txt").read_text(encoding="utf-8").splitlines()
-OURS = {"liger": liger, "quack": quack, "flash_attn": flash_attn, "causal_conv1d": causal_conv1d}
+OURS = {
+    "liger": liger, "liger_chunked_loss": liger_chunked_loss, "quack": quack, "flash_attn": flash_attn,
+    "causal_conv1d": causal_conv1d,
+}  # fmt: skip
 THEIRS = {
     "liger": ("liger_kernel", "transformers/*.py"),
+    "liger_chunked_loss": ("liger_kernel", "chunked_loss/*.py"),
     "quack": ("quack", "*.py"),
     "flash_attn": ("flash_attn", "flash_attn_interface.py"),
     "causal_conv1d": ("causal_conv1d", "*.py"),
@@ -106,7 +110,7 @@ def test_modules_are_found_and_what_is_missing_is_named() -> None:
     cases: list[tuple[Any, str, str]] = [
         (cute_ops_torch.compat, "flash_atn",
          "module 'cute_ops_torch.compat' has no attribute 'flash_atn' (did you mean flash_attn?); there are "
-         "causal_conv1d, flash_attn, liger, quack"),
+         "causal_conv1d, flash_attn, liger, liger_chunked_loss, quack"),
         (causal_conv1d, "causal_conv1d_ref",
          "module 'cute_ops_torch.compat.causal_conv1d' has no attribute 'causal_conv1d_ref' (did you mean "
          "causal_conv1d_fn?); there are causal_conv1d_fn, causal_conv1d_update, causal_conv1d_varlen_states"),
@@ -135,6 +139,11 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
      "liger_rms_norm: casting_mode='lama' is not implemented, only 'llama', 'gemma', 'none', None."),
     (lambda: liger.liger_rope(Q, Q, Q, Q, position_ids=TARGET), NotImplementedError,
      "liger_rope: position_ids=int64[6] is not implemented, only position_ids=None."),
+    (lambda: liger_chunked_loss.LigerFusedLinearDPOLoss(loss_type="ipo"), NotImplementedError,
+     "LigerFusedLinearDPOLoss: loss_type='ipo' is not implemented, only 'sigmoid', 'hinge', 'exo_pair', 'nca_pair', "
+     "'robust', 'bco_pair', 'sppo_hard', 'apo_zero', 'apo_down', 'discopop'."),
+    (lambda: liger_chunked_loss.LigerFusedLinearGRPOLoss(loss_type="sapo"), NotImplementedError,
+     "LigerFusedLinearGRPOLoss: loss_type='sapo' is not implemented, only 'grpo', 'bnpo', 'dr_grpo', 'dapo', 'cispo'."),
     (lambda: liger.LigerSwiGLUMLP(SimpleNamespace(hidden_act="relu")), NotImplementedError,
      "config: hidden_act='relu' is not implemented, only 'silu', 'swish'."),
     (lambda: quack.rmsnorm(X, out_dtype=torch.float16), NotImplementedError,

@@ -15,7 +15,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from cute_ops_torch.compat import causal_conv1d, flash_attn, liger, quack
+import cute_ops_torch
+from cute_ops_torch.compat import causal_conv1d, flash_attn, liger, liger_chunked_loss, quack
+from tests.contract.test_training_drawn import of_pairs
 from tests.torch.compat_checks import alike
 
 Tensor = torch.Tensor
@@ -630,10 +632,171 @@ def steps_of_convolutions(draw: Draw) -> None:
     torch.testing.assert_close(states, torch.stack(padded))
 
 
+def _head(draw: Draw) -> tuple[list[Tensor], Tensor, int]:
+    """Hidden states of pairs, a weight and a bias, those of a reference, targets, and the ignored one."""
+    pairs, tokens, h, n, ignored = draw.randrange(1, 4), draw.randrange(1, 6), 8, 13, draw.choice([-100, 3])
+    shapes = ((2 * pairs, tokens, h), (n, h), (n,)) * 2
+    target = _targets(draw, 2 * pairs * tokens, n, ignored).view(2 * pairs, tokens)
+    target[:, 0] = 1
+    return [normal(draw, *shape) for shape in shapes], target, ignored
+
+
+def _log_probs(x: Tensor, w: Tensor, b: Tensor, target: Tensor, ignored: int, average: bool) -> tuple[Tensor, Tensor]:
+    """Of tokens, and of sequences."""
+    kept = target != ignored
+    logs = (x @ w.T + b).log_softmax(-1).gather(-1, torch.where(kept, target, 0)[..., None])[..., 0] * kept
+    return logs, logs.sum(-1) / (kept.sum(-1) if average else 1)
+
+
+def liger_preferences(draw: Draw) -> None:
+    """Liger's DPO and its kinds: what is returned beside the loss, too."""
+    arrays, target, ignored = _head(draw)
+    (pairs, tokens), average = (len(target) // 2, target.shape[1]), draw.random() < 0.5
+    beta, alpha, nll_wanted, compared = draw.choice([0.1, 0.5]), 0.3, draw.random() < 0.5, draw.random() < 0.7
+    loss = liger_chunked_loss.LigerFusedLinearDPOLoss(
+        ignored, beta, alpha, nll_wanted, use_ref_model=compared, average_log_prob=average, label_smoothing=0.1,
+        loss_type=draw.choice([*liger_chunked_loss.DPO]), discopop_tau=0.5,
+    )  # fmt: skip
+    kind = loss.kind
+
+    def ours(x: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        return loss(w, x, target, b, *arrays[3:])
+
+    def theirs(x: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        each, sums = _log_probs(x, w, b, target, ignored, average)
+        y, v, c = (a.double() for a in arrays[3:])
+        ratios = sums - _log_probs(y, v, c, target, ignored, average)[1] * compared
+        smoothing = 0.0 if kind == "dpo" else 0.1
+        found = of_pairs(kind, ratios[:pairs], ratios[pairs:], (beta, 0.0, smoothing)).mean()
+        nll = -each[:pairs].sum() / (target[:pairs] != ignored).sum() * nll_wanted
+        means = (x @ w.T + b).sum((1, 2)) / (pairs * tokens * len(w))
+        more = *sums.split(pairs), *(a.sum() for a in means.split(pairs)), nll, *(beta * ratios).split(pairs)
+        return found + alpha * nll, more
+
+    alike(lambda *given: ours(*given)[0], lambda *given: theirs(*given)[0], *arrays[:3], **WIDE)
+    for a, b in zip(ours(*arrays[:3])[1], theirs(*(a.double() for a in arrays[:3]))[1], strict=True):
+        assert not a.requires_grad
+        torch.testing.assert_close(a.double(), b, **WIDE)
+
+
+def liger_policies(draw: Draw) -> None:
+    """Liger's GRPO and its kin, with the share of tokens that are clipped."""
+    arrays, target, _ = _head(draw)
+    target = target.clamp(min=0)
+    shape, kind = target.shape, draw.choice(liger_chunked_loss.POLICIES)
+    level = draw.choice(["token", "sequence"]) if kind != "cispo" else "token"
+    low, high, beta, delta, count = (
+        0.1,
+        draw.choice([0.2, 2.0]),
+        draw.choice([0.0, 0.1]),
+        draw.choice([None, 1.5]),
+        draw.choice([None, 11]),
+    )
+    loss = liger_chunked_loss.LigerFusedLinearGRPOLoss(
+        beta, epsilon_low=low, epsilon_high=high, loss_type=kind, importance_sampling_level=level, delta=delta,
+        max_completion_length=7,
+    )  # fmt: skip
+    mask, gain, factor = (normal(draw, *shape) < 0.7).long(), normal(draw, shape[0]), normal(draw, shape[0]).abs()
+    old, reference = (normal(draw, *shape) - 3 for _ in range(2))
+
+    def theirs(x: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+        logs, _ = _log_probs(x, w, b, target, -1, False)
+        further = logs - old.double()
+        if level == "sequence":
+            further = ((further * mask).sum(-1) / mask.sum(-1).clamp(min=1))[:, None]
+        ratio, a = further.exp(), gain.double()[:, None]
+        top = high if kind == "cispo" else 1 + high
+        losses = -torch.minimum(ratio.clamp(max=delta) * a if delta else ratio * a, ratio.clamp(1 - low, top) * a)
+        losses = -ratio.clamp(max=top).detach() * a * logs if kind == "cispo" else losses
+        apart = reference.double() - logs
+        kl = apart.exp() - apart - 1
+        losses = (losses * factor.double()[:, None] + beta * kl) * mask
+        clipped = ((ratio > top) & (a > 0)) | ((ratio < 1 - low) & (a < 0) & (kind != "cispo"))
+        total = mask.sum().clamp(min=1)
+        metrics = ([(kl * mask).sum() / total] if beta else []) + [(clipped * mask).sum() / total]
+        by = {"bnpo": total, "dr_grpo": 7 * shape[0]}.get(kind, count or total)
+        if kind == "grpo":
+            return (losses.sum(-1) / mask.sum(-1).clamp(min=1)).mean(), *metrics
+        return losses.sum() / by, *metrics
+
+    def ours(x: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+        found, metrics = loss(
+            x, w, target, mask, gain, b, reference, old, vllm_is_ratio=factor, num_items_in_batch=count
+        )
+        return found, *metrics
+
+    alike(lambda *given: ours(*given)[0], lambda *given: theirs(*given)[0], *arrays[:3], **WIDE)
+    for a, b in zip(ours(*arrays[:3])[1:], theirs(*(a.double() for a in arrays[:3]))[1:], strict=True):
+        torch.testing.assert_close(a.double(), b.double(), **WIDE)
+
+
+def liger_head_losses(draw: Draw) -> None:
+    """Liger's CPO, SimPO, ORPO, KTO and distillation beside our functions, which other tests compare with formulas."""
+    arrays, target, ignored = _head(draw)
+    ops, of = cute_ops_torch, liger_chunked_loss
+    kind, half, beta = draw.choice(["cpo", "simpo", "orpo", "kto", "jsd"]), len(target) // 2, 0.3
+    labels, other = normal(draw, len(target)) > 0, target.roll(1, 1)
+    made = {
+        "cpo": lambda: of.LigerFusedLinearCPOLoss(ignored, beta, 0.7, 0.1, compute_nll_loss=False),
+        "simpo": lambda: of.LigerFusedLinearSimPOLoss(ignored, beta, 0.7, 0.1, gamma=0.4),
+        "orpo": lambda: of.LigerFusedLinearORPOLoss(ignored, beta),
+        "kto": lambda: of.LigerFusedLinearKTOLoss(ignored, beta, use_ref_model=True),
+        "jsd": lambda: of.LigerFusedLinearJSDLoss(
+            0.4, 0.6, 0.2, ignored, 2.0, return_soft_hard_loss=draw.random() < 0.5
+        ),
+    }[kind]()  # fmt: skip
+    common = {"beta": beta, "ignore_index": ignored}
+
+    def ours(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        if kind == "kto":
+            return made(x, w, target, b, labels, *(a.to(x.dtype) for a in arrays[3:]), torch.tensor(0.2))[0]
+        if kind == "jsd":
+            found = made(x, w, arrays[3].to(x.dtype), arrays[4].to(x.dtype), target, b, arrays[5].to(x.dtype))
+            return found[0] if isinstance(found, tuple) else found
+        return made(w, x, target, b, **({"nll_target": other} if kind == "orpo" else {}))[0]
+
+    def wanted(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        if kind == "jsd":
+            teacher = arrays[3], arrays[4], target, b
+            return ops.linear_distillation_loss(
+                x,
+                w,
+                *teacher,
+                teacher_bias=arrays[5],
+                beta=0.2,
+                temperature=2.0,
+                hard=0.4,
+                soft=0.6,
+                ignore_index=ignored,
+            )
+        if kind == "kto":
+            reference = ops.linear_log_probs(*arrays[3:5], target, arrays[5], ignore_index=ignored)
+            return ops.linear_preference_loss(
+                x, w, target, reference, b, kind=kind, desirable=labels, kl=0.2, **common
+            )[0]
+        more = {
+            "cpo": {"label_smoothing": 0.1},
+            "simpo": {"label_smoothing": 0.1, "gamma": 0.4, "alpha": 0.7},
+            "orpo": {},
+        }[kind]
+        found = ops.linear_preference_loss(x, w, target, None, b, kind=kind, **more, **common)[0]
+        nll = ops.linear_cross_entropy(x[:half], w, other[:half], b, ignored) if kind == "orpo" else 0.0
+        return found + nll
+
+    results: list[tuple[Tensor, ...]] = []
+    for function in (ours, wanted):
+        leaves = [a.clone().requires_grad_() for a in arrays[:3]]
+        loss = function(*leaves)
+        found = loss.detach(), *torch.autograd.grad(loss, leaves)
+        results.append(found)
+    torch.testing.assert_close(*results, **NAN)
+
+
 DRAWS = (
     liger_cross_entropy, liger_fused_linear_cross_entropy, quack_cross_entropy, quack_heads, norms,
     norms_of_heads_and_groups, pointwise, products, rotations, rotations_of_quack, flash_attention,
-    flash_attention_packed, flash_attention_with_a_cache, convolutions, steps_of_convolutions,
+    flash_attention_packed, flash_attention_with_a_cache, convolutions, steps_of_convolutions, liger_preferences,
+    liger_policies, liger_head_losses,
 )  # fmt: skip
 
 
