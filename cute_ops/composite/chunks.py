@@ -52,6 +52,13 @@ def rows_in_weight(rows: int, hidden: int) -> int:
     return min(-(-tiles // count) * TILE, rows)
 
 
+def rows_beside_sum(rows: int, hidden: int, itemsize: int) -> int:
+    """Rows of a chunk where several chunks sum the weight's gradient in a float32 array of its own: all, which need no
+    sum, if their logits take no more memory than that would; else as :func:`rows_in_weight`.
+    """
+    return rows if rows * itemsize <= 4 * hidden else rows_in_weight(rows, hidden)
+
+
 @lru_cache(256)
 def plan_shared(rows: int, hidden: int, vocab: int, itemsize: int) -> tuple[int, tuple[slice, ...]]:
     """The number of elements of an array for the gradient of the hidden states and the logits of one chunk at a time,

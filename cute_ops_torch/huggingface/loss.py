@@ -344,7 +344,7 @@ def _rows(model: Any, head: nn.Linear, hidden: Tensor, drops_product: Callable[[
         return None
     # A frozen down projection would not have kept the product either.
     features = sum(m.down_proj.in_features for m in modules if drops_product(m) and m.down_proj.weight.requires_grad)
-    return rows_in_saved(features * math.prod(hidden.shape[:-1]), head.out_features, hidden.numel())
+    return rows_in_saved(features * math.prod(hidden.shape[:-1]), hidden, head.weight)
 
 
 def _is_llama_s(module: nn.Module, model: nn.Module) -> bool:

@@ -239,7 +239,7 @@ def _chunk_rows(graph: Graph, node: Node, hidden: Any, weight: Any) -> int | Non
     # The backward of a frozen down projection does not need the products that the projection multiplies.
     sizes = ((x.numel(), gate.numel(), x.shape[-1]) for x, gate, down in layers if down.requires_grad)  # type: ignore[union-attr]
     saved = sum(elements * weights // max(k, 1) ** 2 for elements, weights, k in sizes)
-    return rows_in_saved(saved, max(values[1].shape[0], 1), values[0].numel())  # type: ignore[union-attr]
+    return rows_in_saved(saved, *values)  # type: ignore[arg-type]
 
 
 def _with_metrics(graph: Graph, node: Any, place: Any, loss: _Loss, head: _Head) -> None:

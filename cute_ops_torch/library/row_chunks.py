@@ -76,7 +76,8 @@ class Chunks:
         self.slices = self._of_rows(asked or chunks.rows_per_chunk(*sizes))
         if share and "dhidden" in wanted and not (asked or largest):
             shared, self.slices = chunks.plan_shared(*sizes)
-        size = chunks.rows_in_weight(rows, self._fitting()) if apart and not (asked or largest) else 0
+        beside = rows, self._fitting(), self.hidden.dtype.itemsize
+        size = chunks.rows_beside_sum(*beside) if apart and not (asked or largest) else 0
         if size and -(-rows // size) <= len(self.slices):
             shared, self.slices = 0, self._of_rows(size)
         self.sums_apart = apart and len(self.slices) > 1
@@ -280,13 +281,15 @@ def find_kept(target: Tensor, ignore_index: int, size: int) -> Kept:
     return Kept(places, target.new_full((size + 1,), ignore_index).scatter_(0, place, target)[:size])
 
 
-def rows_in_saved(saved: int, classes: int, hidden: int) -> int | None:
+def rows_in_saved(saved: int, hidden: Tensor, weight: Tensor) -> int | None:
     """Rows of a chunk whose logits fit half of the elements that layers before the loss have not ``saved`` for their
-    backward, which needs them again; None where that is less than a chunk has anyway. ``hidden``: elements of the
-    hidden states.
+    backward, which needs them again; None where that is no more than a chunk has anyway.
     """
-    rows = min(saved // 2 // classes, chunks.MAX_ROWS) // chunks.TILE * chunks.TILE
-    return rows if rows * classes > chunks.LOGITS_PER_HIDDEN * hidden else None
+    classes, width = weight.shape
+    rows = min(saved // 2 // max(classes, 1), chunks.MAX_ROWS) // chunks.TILE * chunks.TILE
+    sums = weight.requires_grad and weight.dtype != torch.float32
+    beside = chunks.rows_beside_sum(math.prod(hidden.shape[:-1]), width, weight.dtype.itemsize) if sums else 0
+    return rows if rows > beside and rows * classes > chunks.LOGITS_PER_HIDDEN * hidden.numel() else None
 
 
 def take_rows(x: Tensor, places: Tensor) -> Tensor:

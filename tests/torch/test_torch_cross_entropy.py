@@ -16,7 +16,7 @@ from cute_ops import testing
 from cute_ops.composite import chunks, finished
 from cute_ops.ops.reduction.cross_entropy import cross_entropy as declared
 from cute_ops_torch.library import row_chunks
-from cute_ops_torch.library.row_chunks import Chunks
+from cute_ops_torch.library.row_chunks import Chunks, rows_in_saved
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 REDUCTIONS = ["mean", "sum", "none"]
@@ -326,11 +326,11 @@ def test_the_logits_of_two_heads_lie_where_the_weights_gradient_goes(
     classes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chunks, "rows_per_chunk", lambda *sizes: 100)
-    (hidden, weight), target, _ = many_chunks(300, 320, classes, "cpu")
+    (hidden, weight), target, _ = many_chunks(340, 320, classes, "cpu")
     teacher = [t.detach().flip(0) for t in (hidden, weight)]
     inputs = {"hidden": hidden, "weight": weight, "bias": None, "teacher_hidden": teacher[0]}
     made = Chunks(inputs, {"accum_dtype": "float32", "chunk_rows": 0}, ("dhidden", "dweight"))
-    assert [each.stop - each.start for each in made.slices] == [128, 128, 44]
+    assert [each.stop - each.start for each in made.slices] == [128, 128, 84]
     assert made.spare is not None and made.spare.data_ptr() == made.dweight.data_ptr()
     loss = cute_ops_torch.linear_distillation_loss(hidden, weight, *teacher, target, hard=0.5, beta=0.2)
     wide = [t.detach().double().requires_grad_() for t in (hidden, weight)]
@@ -359,8 +359,12 @@ def test_logits_lie_where_the_weights_gradient_goes() -> None:
     found = made(16384, "bfloat16")
     assert 16 < len(found.slices) <= chunks.MAX_CHUNKS and not found.sums_apart
     assert found.spare is not None and hidden.numel() < found.spare.numel() < 3 * hidden.numel()
-    found = made(2048, "float32")  # one chunk needs no sum
-    assert len(found.slices) == 1 and not found.sums_apart
+    for rows in (2048, 4096):  # one chunk needs no sum, in whose memory its logits would fit
+        found = made(rows, "float32")
+        assert len(found.slices) == 1 and not found.sums_apart
+    # Memory that layers leave is of use only where it holds more rows than the gradient's does.
+    for saved, rows, held in ((4096, 1500, None), (4096, 6000, None), (16384, 4096, None), (16384, 6000, 2944)):
+        assert rows_in_saved(rows * len(weight), hidden[:saved], weight.requires_grad_()) == held
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)

@@ -218,7 +218,7 @@ def test_a_graph_holds_as_many_logits_as_eager_mode(monkeypatch: pytest.MonkeyPa
     """
     asked: list[Any] = []
     find = loss.rows_in_saved
-    monkeypatch.setattr(loss, "rows_in_saved", lambda *sizes: asked.append((*sizes, find(*sizes))) or asked[-1][-1])
+    monkeypatch.setattr(loss, "rows_in_saved", lambda saved, *of: asked.append((saved, find(saved, *of))) or asked[-1][-1])
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**GROUPED | {"intermediate_size": 256})).train()
     cute_ops_torch.patch(model)
     inputs = {"input_ids": (tokens := torch.randint(1, 61, (2, 128))), "labels": tokens}
