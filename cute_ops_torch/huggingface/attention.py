@@ -13,7 +13,7 @@ from torch import nn
 
 from cute_ops.composite.qkv_rope import SIZES
 from cute_ops_torch.composite.constant import constant
-from cute_ops_torch.huggingface import autograd_nodes, products
+from cute_ops_torch.huggingface import autograd_nodes
 from cute_ops_torch.huggingface.bypass import calls, can_bypass_linear, takes
 from cute_ops_torch.huggingface.lazy_logits import realised
 from cute_ops_torch.huggingface.lazy_norm import LazyNorm, norm_and_rotate, stand_ins
@@ -121,7 +121,7 @@ def _fuse_projections(forward: Forward, skips_rotation: Forward | None, cache: s
                 together = _keeps_projections(self, kwargs.get(cache), kwargs.get("attention_mask"))
                 outputs = autograd_nodes.rotated_projections(hidden_states, weights, cos, sin, self.head_dim, together)
             elif self.head_dim in SIZES:
-                outputs = products.heads(hidden_states, weights, cos, sin, self.head_dim)
+                outputs = autograd_nodes.rotated_heads(hidden_states, weights, cos, sin, self.head_dim)
             else:
                 return forward(self, hidden_states, *args, **kwargs)
         projected = Bypassed(self, {n: _returns(o) for n, o in zip(_PROJECTIONS, outputs, strict=True)})

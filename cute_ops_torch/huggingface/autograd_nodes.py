@@ -20,6 +20,7 @@ import torch
 from cute_ops.ops.norm.add_rmsnorm import add_rmsnorm_bwd
 from cute_ops_torch import functions, registry
 from cute_ops_torch.huggingface import products
+from cute_ops_torch.huggingface.bypass import is_exporting
 from cute_ops_torch.library.inplace import overwriting
 from cute_ops_torch.library.no_gradient import link_inputs, once
 from cute_ops_torch.library.packed import packed_view
@@ -168,6 +169,34 @@ class _RotatedProjections(torch.autograd.Function):
         x, *weights, cos, sin = ctx.saved_tensors
         dout = torch.ops.cute.rope_bwd_joined(*map(row_major, douts), cos, sin).flatten(-2)
         return *_linear_bwd(ctx, dout.view(-1, dout.shape[-1]), x, weights), None, None, None, None
+
+
+def rotated_heads(x: Tensor, weights: Sequence[Tensor], cos: Tensor, sin: Tensor, headdim: int) -> tuple[Tensor, ...]:
+    """:func:`rotated_projections` in compiled graphs, of one product. Its parts have one gradient: autograd would join
+    theirs by a copy.
+    """
+    weight, counts = torch.cat(list(weights)), [w.shape[0] // headdim for w in weights]
+    if is_exporting():
+        return products.heads(x, weight, cos, sin, counts)
+    return _RotatedHeads.apply(x, weight, cos, sin, counts)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _RotatedHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, counts: Sequence[int]
+    ) -> tuple[Tensor, ...]:
+        # The gradient of the weight needs x.
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, cos, sin)
+        ctx.lead = x.shape[:-1]
+        return products.heads(x, weight, cos, sin, counts)
+
+    @staticmethod
+    @once("rope of layers of one input")
+    def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, cos, sin = ctx.saved_tensors
+        dout = torch.ops.cute.rope_bwd_joined(*map(row_major, douts), cos, sin).flatten(-2)
+        return *_linear_bwd(ctx, dout.view(-1, dout.shape[-1]), x, (weight,)), None, None, None
 
 
 def _rotated(

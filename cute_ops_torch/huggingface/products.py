@@ -105,11 +105,10 @@ def rotated(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, heads: int, hea
     return out.view(*x.shape[:-1], -1, headdim)
 
 
-def heads(x: Tensor, weights: Sequence[Tensor], cos: Tensor, sin: Tensor, headdim: int) -> tuple[Tensor, ...]:
-    """Queries and keys, rotated, and values as (..., heads, headdim), in compiled graphs: of one product."""
-    sizes = [w.shape[0] for w in weights]
-    out = block.qkv_rope(x, torch.cat(list(weights)), cos, sin, sum(sizes[:-1]) // headdim)
-    return tuple(part.unflatten(-1, (-1, headdim)) for part in torch.split(out, sizes, -1))
+def heads(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, counts: Sequence[int]) -> tuple[Tensor, ...]:
+    """Queries and keys, rotated, and values as (..., heads, headdim), in compiled graphs: so many of one product."""
+    out = block.qkv_rope(x, weight, cos, sin, sum(counts[:-1])).unflatten(-1, (-1, 2 * cos.shape[-1]))
+    return torch.split(out, list(counts), -2)
 
 
 @cache

@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 
 import cute_ops_torch
 from cute_ops_torch.host import compiled_call, recorded
@@ -218,7 +220,9 @@ def test_a_graph_holds_as_many_logits_as_eager_mode(monkeypatch: pytest.MonkeyPa
     """
     asked: list[Any] = []
     find = loss.rows_in_saved
-    monkeypatch.setattr(loss, "rows_in_saved", lambda saved, *of: asked.append((saved, find(saved, *of))) or asked[-1][-1])
+    monkeypatch.setattr(
+        loss, "rows_in_saved", lambda saved, *of: asked.append((saved, find(saved, *of))) or asked[-1][-1]
+    )
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**GROUPED | {"intermediate_size": 256})).train()
     cute_ops_torch.patch(model)
     inputs = {"input_ids": (tokens := torch.randint(1, 61, (2, 128))), "labels": tokens}
@@ -231,6 +235,35 @@ def test_a_graph_holds_as_many_logits_as_eager_mode(monkeypatch: pytest.MonkeyPa
         eager, *traced_ = asked
         assert {*traced_} == {eager} and (adapted or eager[-1])
         asked.clear()
+
+
+@pytest.mark.slow
+@pytest.mark.drawn(0.5)
+@pytest.mark.parametrize(("frozen", "dynamic"), [("k_proj", False), ("q_proj k_proj v_proj", True)])
+def test_gradients_of_rotated_heads_are_joined_by_the_rotation(frozen: str, dynamic: bool) -> None:
+    sizes = {
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "num_hidden_layers": 1,
+    }
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**GROUPED | sizes)).bfloat16().train()
+    cute_ops_torch.patch(model)
+    for name, p in model.named_parameters():
+        p.requires_grad_(not any(each in name for each in frozen.split()))
+    inputs = {"input_ids": (tokens := torch.randint(1, 61, (2, 16))), "labels": tokens}
+    seen: list[str] = []
+
+    def noted(module: Any, inputs: Any) -> Any:
+        seen.extend(str(node.target) for node in module.graph.nodes)
+        return make_boxed_func(module.forward)
+
+    run = torch.compile(model, backend=aot_autograd(fw_compiler=noted, bw_compiler=noted), dynamic=dynamic)
+    for found, expected in zip(step(run, model, inputs), step(model, model, inputs), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0.05, atol=2e-2 * expected.abs().max().item())
+    assert seen.count("cute.rope_bwd_joined.default") == 1
+    assert not any("qkv_rope_64_bwd" in each for each in seen)
 
 
 def test_outputs_of_a_model_that_ran_before_its_patch_are_kept_once() -> None:
