@@ -68,6 +68,10 @@ MANY_REDUCTIONS, MANY_REDUCED_THREADS = 3, 768
 # vector, as in the norms' backward. A thread adds up at most MOST_SUMMED vectors.
 MOST_SUMMED = 10
 PERSISTENT = ((384, (1, 1024)), (768, (2, 640)), (float("inf"), (4, 512)))
+# Threads of an SM, times row vectors of sums, where CTAs of up to SUMS_THREADS add up three or more: with PERSISTENT's
+# they spill. The gradients of a gate, a shift, a scale and a bias, 16384 x 1152, run at 0.53 of a copy's rate, with six
+# CTAs of an SM, not three, at 0.30; of 768 to 2048 columns at 0.53 - 0.63, at 0.27 - 0.44.
+SUMS_OF_SEVERAL = 2048
 # Expressions that reduce rows and add up two row vectors: vectors of a thread. Of these numbers the one counts with
 # which the busiest of an SM's schedulers has the fewest vectors; a thread has several, because each warp of a row takes
 # part in each reduction.
@@ -578,6 +582,8 @@ class RowExpression(NamedTuple):
             sm_threads = max(sm_threads, SYNC_PERSISTENT_THREADS)
         elif self.slow:
             sm_threads = min(sm_threads, SLOW_PERSISTENT_THREADS)
+        if self.sums > 2 and span <= SUMS_THREADS:
+            sm_threads = min(sm_threads, SUMS_OF_SEVERAL // self.sums)
         return max(per_thread // max(self.sums, 1), 1), sm_threads
 
     def _pair(self, row: RowProblem) -> bool:
