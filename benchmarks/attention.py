@@ -5,8 +5,8 @@ process. A product of scores or of values is ``2 * batch * heads * seqlen^2 * he
 of them where causal; forward there are two, backward five, whatever a contender computes again. Inputs lie in L2 as far
 as they fit, as after the projection before them. `error` is the largest difference of the output from PyTorch's
 function in float32 in some rows. FlashAttention 4 takes turns where it is installed (`flash-attn-4`). With `--jax` ours
-in JAX, cuDNN by `jax.nn`, and FlashAttention 3 and tokamax where they are installed do, too; their calls are timed
-until the last one of a sample is ready.
+in JAX, cuDNN by `jax.nn`, and FlashAttention 3 and tokamax where they are installed do, too; their time is by the
+clock, of many calls less those of a few.
 
     python benchmarks/attention.py --out out/benchmarks
     python benchmarks/attention.py --out out/benchmarks --drawn 20 --seed 7    # shapes that nobody picked
@@ -19,7 +19,6 @@ import argparse
 import math
 import random
 import secrets
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product, starmap
@@ -28,7 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from common import Table, first_line, spread
+from common import Table, by_clock, first_line, spread
 from rich.console import Console
 from rich.table import Table as View
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -60,6 +59,7 @@ SHAPES = (
 TOKENS = 1 << 15  # of a drawn batch, at most
 PRODUCTS = {"forward": 2, "backward": 5}
 CALLS = 8  # of a sample
+AHEAD = 1 << 20  # cycles that the device waits before one, so that the host is ahead of it
 # By name, our options.
 FORMS: dict[str, dict[str, Any]] = {
     "causal": {"causal": True},
@@ -194,11 +194,8 @@ class InJax:
         return lambda: compiled(derivative, dout)
 
     def sample(self, call: Callable[[], Any]) -> float:
-        """Microseconds of some calls."""
-        self.jax.block_until_ready(call())
-        start = time.perf_counter()
-        self.jax.block_until_ready([call() for _ in range(CALLS)])
-        return (time.perf_counter() - start) * 1e6
+        """Microseconds of a call."""
+        return by_clock(call, self.jax.block_until_ready, CALLS)
 
 
 def in_jax(form: str) -> dict[str, InJax]:
@@ -317,8 +314,9 @@ def measure(case: Case, names: list[str] | None, rounds: int, jax: bool = False)
                 torch.cuda.synchronize()
                 us = contender.sample(call)
             else:
-                us = elapsed(lambda call=call: [call() for _ in range(CALLS)])
-            samples[name].append(us / CALLS)
+                torch.cuda._sleep(AHEAD)
+                us = elapsed(lambda call=call: [call() for _ in range(CALLS)]) / CALLS
+            samples[name].append(us)
     for name, found in samples.items():
         median, low, high = spread(found)
         rows[name] |= {"us": median, "us_min": low, "us_max": high, "tflops": case.operations / median / 1e6}

@@ -10,7 +10,8 @@ import platform
 import re
 import statistics
 import subprocess
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,6 +37,23 @@ class Spread(NamedTuple):
 def spread(samples: Iterable[float]) -> Spread:
     values = list(samples)
     return Spread(statistics.median(values), min(values), max(values))
+
+
+def by_clock(run: Callable[[], Any], finish: Callable[[Any], Any], calls: int) -> float:
+    """Microseconds of a call by the clock: of many calls, less those of a few. So neither the launch of the first one
+    counts, before which the device has nothing to do, nor the wait for the last one; ``finish`` waits for a result.
+    """
+
+    def elapsed(count: int) -> float:
+        start = time.perf_counter()
+        for _ in range(count):
+            out = run()
+        finish(out)
+        return time.perf_counter() - start
+
+    finish(run())
+    few = elapsed(calls)
+    return (elapsed(3 * calls) - few) / (2 * calls) * 1e6
 
 
 @functools.cache

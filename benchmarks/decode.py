@@ -5,8 +5,8 @@ the keys and values of all sequences, which are read once, by time; of the copy,
 the ratio of both; caches in float8 are half as many bytes, with scales of one. SDPA takes contiguous caches of equal
 lengths alone, FlashInfer pages of its own layout, planned before. `host_us` is the time until a call returns. `error`
 is the largest difference from float32 in the last sequence. Rows of more than 16 queries are chunks of a prompt, which
-`attention` computes; "no cache" is ours of the same keys as they lie in a batch. JAX's time is by the clock, over 32
-calls.
+`attention` computes; "no cache" is ours of the same keys as they lie in a batch. JAX's time is by the clock, of many
+calls less those of a few.
 
     python benchmarks/decode.py --out out/benchmarks
 """
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from common import Table, first_line, spread
+from common import Table, by_clock, first_line, spread
 from rich.console import Console
 from rich.table import Table as View
 
@@ -234,15 +234,10 @@ def host_time(run: Run) -> float:
     return spread(samples).median
 
 
-def timed(run: Run, by_clock: bool = False) -> float:
+def timed(run: Run, in_jax: bool = False) -> float:
     """Microseconds of one of some calls."""
-    if by_clock:
-        run().block_until_ready()
-        start = time.perf_counter()
-        for _ in range(calls := 32 if torch.cuda.is_available() else 1):
-            out = run()
-        out.block_until_ready()
-        return (time.perf_counter() - start) / calls * 1e6
+    if in_jax:
+        return by_clock(run, lambda out: out.block_until_ready(), 16 if torch.cuda.is_available() else 1)
     if torch.cuda.is_available():
         torch.cuda._sleep(AHEAD)
         return elapsed(lambda: [run() for _ in range(8)]) / 8
