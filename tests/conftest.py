@@ -223,6 +223,11 @@ def pytest_collection_finish() -> None:
         gc.set_threshold(10_000, 20, 20)
 
 
+def pytest_sessionfinish() -> None:
+    """Nor at the end: pytest and Python would look twice each, and nothing of this process is used again."""
+    gc.freeze()
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Nothing that this user has measured, or compiled from an earlier state of this repository, is in its tests.
 
