@@ -198,6 +198,7 @@ def test_bytecode_of_another_source_is_not_used(variant: Make, tmp_path: Path, m
     worker.close()
 
 
+@pytest.mark.slow
 def test_the_worker_sees_no_gpu_and_no_framework() -> None:
     code = "from cute_ops.jit.compile_pool import serve; import sys; serve(); assert sys.modules['torch'] is None"
     result = subprocess.run([os.sys.executable, "-c", code], stdin=subprocess.DEVNULL, check=False)  # type: ignore[attr-defined]

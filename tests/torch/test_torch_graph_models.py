@@ -85,7 +85,6 @@ MODELS = {
     "DeiT": Case("DeiTConfig", "DeiTForImageClassification", IMAGE, VISION),
 }  # fmt: skip
 CALLS = 200  # of functions for each node of a graph: some 15 microseconds
-QUICK = ("Llama", "GPT-2", "BERT")
 
 
 @pytest.fixture(autouse=True)
@@ -97,8 +96,9 @@ def _fresh() -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.drawn(0.35)
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in MODELS])
+@pytest.mark.parametrize("name", MODELS)
 def test_models_of_hugging_face(name: str) -> None:
     case = MODELS[name]
     model, inputs = hugging_face(case)
