@@ -27,7 +27,7 @@ def indices(kind: str, lead: tuple[int, ...], classes: int) -> np.ndarray:
     return index
 
 
-@pytest.mark.drawn(0.2)
+@pytest.mark.drawn(0.15)
 @pytest.mark.on_gpus
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("kind", ["uniform", "half", "edges"])

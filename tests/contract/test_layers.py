@@ -152,7 +152,7 @@ def test_attention_with_functions_and_packed_sequences(library: str) -> None:
 LIBRARIES = {"torch": Torch, "flax": Nnx, "equinox": Equinox}
 
 
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.35)
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_a_layer_follows_its_row(library: str, name: str) -> None:

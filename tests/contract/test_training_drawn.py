@@ -218,8 +218,8 @@ KINDS = [
 
 @pytest.mark.filterwarnings("ignore:.*(Mean of empty|degrees of freedom):RuntimeWarning")
 @pytest.mark.parametrize(("draws", "kind"), KINDS, ids=lambda each: each if isinstance(each, str) else "")
-def test_drawn_losses(adapter: Adapter, draws: Callable[..., None], kind: str) -> None:
-    for seed in range(3):
+def test_drawn_losses(adapter: Adapter, draws: Callable[..., None], kind: str, drawn: Callable[..., Any]) -> None:
+    for seed in drawn(range(3), 0.4):
         try:
             draws(adapter, Draw(f"{kind} {seed}"), kind)
         except Exception as error:

@@ -394,6 +394,7 @@ class Names(TorchDispatchMode):
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(0.5)
 @pytest.mark.parametrize("way", ["eager", "checkpoint", "inductor"])
 @pytest.mark.parametrize(("frozen", "suffix"), [((), ""), (("bias",), "_dweight"), (("weight", "bias"), "")])
 @pytest.mark.parametrize("name", ["rmsnorm", "add_rmsnorm", "layernorm"])

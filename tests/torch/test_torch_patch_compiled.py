@@ -127,7 +127,7 @@ def step(run: Any, model: nn.Module, inputs: dict[str, torch.Tensor]) -> list[to
 
 
 @pytest.mark.slow
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.4)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_graph_runs_what_eager_mode_runs(name: str, calls: Counter[str]) -> None:
     case, graphs = MODELS[name], list[Any]()
