@@ -60,7 +60,7 @@ class Chunks:
             return chunks.ENOUGH
         rows = chunks.MAX_ROWS if self.symbolic else rows
         heads = sum(name.endswith("hidden") for name in self.inputs)
-        return chunks.rows_per_chunk(rows, width, heads * vocab, self.hidden.dtype.itemsize, chunks.ENOUGH)
+        return chunks.rows_per_chunk(rows, width, heads * vocab, self.hidden.dtype.itemsize, chunks.ENOUGH // heads)
 
     def new_rows(self) -> Array:
         like = self.inputs.get("target", self.hidden)  # which devices may share differently than hidden states

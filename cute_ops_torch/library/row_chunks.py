@@ -72,19 +72,23 @@ class Chunks:
         self.heads = [name.removesuffix("hidden") for name in inputs if name.endswith("hidden")]
         sizes = rows, width, len(self.heads) * most, self.hidden.dtype.itemsize
         asked: int = attrs["chunk_rows"]
-        apart, shared = "dweight" in wanted and DTYPES[attrs["accum_dtype"]] != self.weight.dtype, 0
-        self.slices = self._of_rows(asked or chunks.rows_per_chunk(*sizes))
-        if share and "dhidden" in wanted and not (asked or largest):
-            shared, self.slices = chunks.plan_shared(*sizes)
-        beside = rows, self._fitting(), self.hidden.dtype.itemsize
-        size = chunks.rows_beside_sum(*beside) if apart and not (asked or largest) else 0
-        if size and -(-rows // size) <= len(self.slices):
-            shared, self.slices = 0, self._of_rows(size)
+        apart = "dweight" in wanted and DTYPES[attrs["accum_dtype"]] != self.weight.dtype
+        shared, self.slices = 0, self._of_rows(asked or chunks.rows_per_chunk(*sizes))
+        if not (asked or largest):
+            shared, self.slices = self._plan(sizes, share and "dhidden" in wanted, apart)
         self.sums_apart = apart and len(self.slices) > 1
         self.alone = len(self.slices) == 1 and self.whole == self.pitch == classes
         shared = 0 if self.alone else shared
         self.spare = self.hidden.new_empty(shared) if shared else None
         self._sums = self._new_sums(wanted)
+
+    def _plan(self, sizes: tuple[int, int, int, int], share: bool, apart: bool) -> tuple[int, Sequence[slice]]:
+        """The elements of an array that logits share with the gradient of the hidden states, 0 where they do not, and
+        the rows of each chunk. ``apart``: several chunks sum the weight's gradient in a float32 tensor of its own.
+        """
+        shared, slices = chunks.plan_shared(*sizes) if share else (0, self.slices)
+        size = chunks.rows_beside_sum(sizes[0], self._fitting(), sizes[-1]) if apart else 0
+        return (0, self._of_rows(size)) if size and -(-sizes[0] // size) <= len(slices) else (shared, slices)
 
     def _of_kept(self, name: str, array: Tensor | None) -> Tensor | None:
         if self.kept is None or array is None or name in ("weight", "bias", "count"):

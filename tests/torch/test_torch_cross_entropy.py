@@ -338,8 +338,12 @@ def test_the_logits_of_two_heads_lie_where_the_weights_gradient_goes(
     m = (0.2 * p.exp() + 0.8 * q.exp()).log()
     exact = (0.2 * p.exp() * (p - m) + 0.8 * q.exp() * (q - m)).sum(-1).mean() + 0.5 * F.nll_loss(q, target)
     torch.testing.assert_close(loss.double(), exact, rtol=2e-3, atol=0.0)
-    both = zip(gradients(loss, hidden, weight), gradients(exact, *wide), strict=True)
-    assert max(relative(found, wanted) for found, wanted in both) < 8e-3
+    wanted = gradients(exact, *wide)
+    assert max(map(relative, gradients(loss, hidden, weight), wanted)) < 8e-3
+    loss = cute_ops_torch.linear_distillation_loss(
+        hidden, weight, *teacher, target, hard=0.5, beta=0.2, accum_dtype="bfloat16"
+    )
+    assert max(map(relative, gradients(loss, hidden, weight), wanted)) < 1.6e-2
 
 
 def test_logits_lie_where_the_weights_gradient_goes() -> None:
