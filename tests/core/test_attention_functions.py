@@ -13,6 +13,7 @@ from cute_ops import Array, mods
 from cute_ops.calls import manifest
 from cute_ops.declaration.binding import bind
 from cute_ops.expressions.captured import operands_on
+from cute_ops.expressions.limits import limits_and_rest
 from cute_ops.expressions.reads import Mod, ranged
 from cute_ops.expressions.reference import evaluate
 from cute_ops.expressions.text import parse
@@ -21,6 +22,7 @@ from cute_ops.ops.attention.by_call import op_of
 from tests.ops.attention_calls import drawn_with_functions
 
 Q = Array((2, 64, 4, 64), "bfloat16")
+QUERY, KEY = 2, 3  # of coordinates
 DOCUMENT = {"document": Array((2, 64), "int64")}
 
 
@@ -73,7 +75,8 @@ def test_bounds_hold_of_every_tile(seed: int) -> None:
     mask = of_attention.mask_of(call.attrs.get("left", -1), -1, _mask_text(op))
     assert mask is not None
     rng = np.random.default_rng(seed)
-    bounds = parse(of_attention.bounds_of(mask)[0])
+    rests = [others for found, others in (limits_and_rest(mask, axis) for axis in (KEY, QUERY)) if found and others]
+    texts = [text for text in of_attention.bounds_of(mask)[0].split(" | ") if text]
     sizes = [np.float64(x) for x in (call.batch, call.h, call.s, call.t)]
     for _ in range(12):
         batch, head = np.float64(rng.integers(call.batch)), np.float64(rng.integers(call.h))
@@ -81,16 +84,17 @@ def test_bounds_hold_of_every_tile(seed: int) -> None:
         queries, keys = (np.arange(low, high + 1.0) for low, high in (q + call.t - call.s, k))
         given = [batch, head, queries[:, None], keys, *sizes]
         operands = operands_on(mask, np, given, [functions.captured[name] for name in names])
-        seen = np.broadcast_to(evaluate(mask.expression, np, operands)[0], (len(queries), len(keys)))
         both, numbers = ranged(mask), [batch, head, queries[0], queries[-1], keys[0], keys[-1], *sizes]
         for i, value in enumerate(operands[mask.given :]):
             if i in (*both[0], *both[1]):
                 numbers += [value.min(), value.max()]
             elif of_attention.known(mask)[mask.given + i]:
                 numbers.append(value)
-        every, some = (bool(x) for x in evaluate(bounds, np, [np.asarray(x) for x in numbers]))
-        assert seen.all() or not every
-        assert some or not seen.any()
+        for each, text in zip((mask, *rests), texts, strict=True):
+            seen = np.broadcast_to(evaluate(each.expression, np, operands)[0], (len(queries), len(keys)))
+            every, some = (bool(x) for x in evaluate(parse(text), np, [np.asarray(x) for x in numbers]))
+            assert seen.all() or not every
+            assert some or not seen.any()
 
 
 def test_bounds_of_documents_in_order_are_exact() -> None:

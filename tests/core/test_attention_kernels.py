@@ -27,7 +27,15 @@ from cute_ops.kernels.attention.config import AttentionConfig
 from cute_ops.kernels.attention.forward import ForwardKernel
 from cute_ops.kernels.attention.limits import limits_of
 from cute_ops.kernels.attention.mods import FAST, K, Q
-from cute_ops.kernels.attention.softmax import CUBIC, LOWEST, QUINTIC, CappedSoftmax, polynomial
+from cute_ops.kernels.attention.softmax import (
+    CUBIC,
+    HIGHEST,
+    LOWEST,
+    QUINTIC,
+    BoundedSoftmax,
+    CappedSoftmax,
+    polynomial,
+)
 from cute_ops.ops.attention.attention import attention, attention_bwd
 from cute_ops.ops.attention.by_call import Captured, kind_of, op_of_call
 from cute_ops.ops.attention.mods import LARGE_CAP, gradient_of, mask_mod, score_of
@@ -43,8 +51,12 @@ CALLS = (
     Call(1, 150, 130, 2, 1, 64, 64, "bfloat16", {"causal": True, "left": 100}, False, False),
     Call(1, 77, 150, 2, 2, 128, 64, "bfloat16", {"softcap": 50.0}, False, False),
 )
-# Of the forward: scores so large that a row's largest one grows by more than 2^8 from tile to tile.
-FORWARD = (CALLS[0]._replace(attrs={**CALLS[0].attrs, "scale": 1.0}), CALLS[1])
+# Of the forward: scores so large that a row's largest one grows by more than 2^8 from tile to tile, and that of some
+# tiles a soft cap has polynomials.
+FORWARD = (
+    CALLS[0]._replace(attrs={**CALLS[0].attrs, "scale": 1.0}),
+    CALLS[1]._replace(attrs={"softcap": 50.0, "scale": 0.42}),
+)
 # Long heads leave room for one tile of keys, and of queries, in shared memory.
 ONE_STAGE = Call(1, 70, 140, 1, 1, 64, 256, "bfloat16", {}, False, False)
 TWO_PASSES = {"d": 48, "e": 48}  # heads whose deterministic gradients take two kernels
@@ -112,8 +124,15 @@ def in_steps(xp: Any, batch: Any, head: Any, q: Any, k: Any) -> Any:
 )  # fmt: skip
 def test_limits_of_masks(mask: Any, of_q: int | None, of_k: int | None) -> None:
     for axis, count in ((Q, of_q), (K, of_k)):
-        found = limits_of(mask_mod(mask), axis, FAST)
-        assert (found and len(found)) == count
+        found, others = limits_of(mask_mod(mask), axis, FAST)
+        assert (len(found), others is None) == (count or 0, count is not None)
+
+
+def test_limits_beside_the_rest_of_a_mask() -> None:
+    for axis in (Q, K):
+        found, others = limits_of(mask_mod(document, {0: "i"}), axis, FAST)
+        assert len(found) == 1
+        assert others.text == mask_mod(mods.documents, {0: "i"}).text
 
 
 class Run:
@@ -257,6 +276,8 @@ def test_polynomials_in_the_place_of_tanh() -> None:
         capped = CappedSoftmax((cap, 0.088 / cap), 2 * cap, -cap, 8.0, False)
         assert all(low < high for low, high in map(capped.range_of, capped.near))
         assert all(2 * cap * np.tanh(capped.range_of(near)[1] * capped.inner) <= LOWEST for near in capped.near)
+        bounded = BoundedSoftmax((cap, 0.088 / cap), 2 * cap, -cap)
+        assert all(cap * np.tanh(bounded.range_of(near)[1] * bounded.inner) <= HIGHEST for near in bounded.near)
 
 
 @pytest.mark.parametrize("cap", [LARGE_CAP, 257.0, 1e6, 2.0**126])

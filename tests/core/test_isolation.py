@@ -81,8 +81,8 @@ def test_kernels_import_only_cutlass_and_siblings(path: Path) -> None:
     allowed = (
         "cutlass", "cute_ops.kernels", "cute_ops.hardware", "cute_ops.declaration.config",
         "cute_ops.declaration.shapes", "cute_ops.expressions.graph", "cute_ops.expressions.groups",
-        "cute_ops.expressions.philox", "cute_ops.expressions.reads", "cute_ops.expressions.stages",
-        "cute_ops.expressions.text",
+        "cute_ops.expressions.limits", "cute_ops.expressions.philox", "cute_ops.expressions.reads",
+        "cute_ops.expressions.stages", "cute_ops.expressions.text",
         "__future__", "typing", "math", "enum", "dataclasses", "functools", "operator", "collections",
     )  # fmt: skip
     foreign = {name for name in imports_of(path) if not name.startswith(allowed)}

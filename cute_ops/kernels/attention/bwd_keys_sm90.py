@@ -230,7 +230,8 @@ class KeysBackward:
                     whole = self.tiles.whole(tile, sizes, queries, tile.block)
                     logs = [self.weights.of_lse(*each) for each in lse]
                     weights = rWeights if const_expr(self.of_v) else None
-                    self.weights.of_scores(rS, weights, place, lambda r, c, logs=logs: logs[c], whole)
+                    rest = self.tiles.rest_of(tile, sizes, queries, tile.block, down=True)
+                    self.weights.of_scores(rS, weights, place, lambda r, c, logs=logs: logs[c], whole, rest)
                     if const_expr(self.of_v):
                         multiply_weights(mma_dv, rWeights, tVrO, rDv, slot.index)
                     if const_expr(self.of_k):

@@ -193,7 +193,9 @@ class QueriesBackward:
                 running = Boolean(self.releases_later)
                 place = place_of(tidx, tile, (tile.block * self.tile_q, keys * self.tile_k, self.tile_k), sizes)
                 whole = self.tiles.whole(tile, sizes, tile.block, keys)
-                self.weights.of_scores(rS, rWeights, place, lse, whole)
+                self.weights.of_scores(
+                    rS, rWeights, place, lse, whole, self.tiles.rest_of(tile, sizes, tile.block, keys)
+                )
                 begin_keys()
                 warpgroup.wait_group(0)
                 ring_v.consumer_release(slot)

@@ -41,7 +41,7 @@ class AttentionConfig(KernelConfig):
         warps: of a CTA that multiply by ``mma.sync``; 0 where warpgroups do.
         tiles_m: tiles of 16 queries of such a warp.
         mask: the expression of the mask; empty if there is none.
-        bounds: the expression of the mask's bounds over a tile.
+        bounds: expressions of bounds over a tile: of the mask and, if it has limits and other parts, of these.
         score: the expression of a change of scores; empty if there is none.
         cached: whether keys lie in caches.
     """
@@ -81,7 +81,7 @@ class AttentionBackwardConfig(KernelConfig):
             the tiles and stages of the kernel of that name; empty where two kernels do.
         warps: of a CTA that multiply by ``mma.sync``, each with 16 queries, or keys; 0 where warpgroups do.
         mask: the expression of the mask; empty if there is none.
-        bounds: the expression of the mask's bounds over a tile.
+        bounds: expressions of bounds over a tile: of the mask and, if it has limits and other parts, of these.
         score: the expression of a change of scores; empty if there is none.
         dscore: the expression of its gradient.
     """

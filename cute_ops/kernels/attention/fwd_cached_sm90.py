@@ -31,7 +31,8 @@ class AttentionCachedSm90(Cached, AttentionFwd):
 
     def __init__(self, variant):
         super().__init__(variant)
-        self.registers = REGISTERS
+        # The first tile of a part of the keys may be one that the mask leaves out: none is known to be the last.
+        self.registers, self.releases_early = REGISTERS, False
 
     @cute.jit
     def __call__(self, *arguments):

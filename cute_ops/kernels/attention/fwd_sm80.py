@@ -158,7 +158,7 @@ class AttentionFwdSm80(ForwardKernel):
 
     def _start(self, mma, sQ, tile, number, lane):
         """Sums of nothing of the 16 queries with this number in a block."""
-        s, largest, sums = cute.local_tile(sQ, (MMA_ROWS, self.d), (number, 0)), *by_two(-Float32.inf, 0.0)
+        s, largest, sums = cute.local_tile(sQ, (MMA_ROWS, self.d), (number, 0)), *by_two(self.softmax.least, 0.0)
         return Accumulated(
             tile.block * self.tile_q + number * MMA_ROWS, s, Rows.of(mma, s, lane, self.keeps_queries),
             accumulators(mma, self.tile_n), halves(self.tile_n, self.dtype), accumulators(mma, self.dv, 0.0), largest,

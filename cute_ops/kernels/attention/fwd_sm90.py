@@ -69,6 +69,7 @@ class AttentionFwd(ForwardKernel):
         self.registers, self.is_long = REGISTERS[config.consumers], self.dv > LONG
         used = 2 * (self.tile_m + self.stages * self.tile_n) * (self.d + self.dv) + BARRIER_BYTES
         self.shares_memory = used > SHARED_BYTES  # outputs with queries
+        self.releases_early = not self.shares_memory
 
     @cute.jit
     def __call__(self, mQ, mK, mV, *others):
@@ -202,7 +203,7 @@ class AttentionFwd(ForwardKernel):
                 tile, own = self._tile(index_of(step), sizes)
                 own = self.mods.with_reads(tile, own)
                 first, last = self._keys_of(tile, own)
-                rMax.fill(-Float32.inf)
+                rMax.fill(self.softmax.least)
                 rSum.fill(0.0)
                 rO.fill(0.0)
                 ring_q.consumer_wait(q_slot)
@@ -215,6 +216,7 @@ class AttentionFwd(ForwardKernel):
                     there = self._there(ring_k, slot)
                     ring_k.consumer_release(slot)
                     slot.advance()
+                    self._release_queries(ring_q, q_slot, last == first)
                     self._weigh(rS, (tile, own, tidx, there), last, (rMax, rSum), True)
                     late.fill(1.0)
                     store_packed(rS, rP)
@@ -232,6 +234,7 @@ class AttentionFwd(ForwardKernel):
                             there = self._there(ring_k, slot)
                             ring_k.consumer_release(slot)
                             slot.advance()
+                            self._release_queries(ring_q, q_slot, keys == first)
                             factors = self._weigh(rS, (tile, own, tidx, there), keys, (rMax, rSum), False)
                             # ptxas would move the wait ahead of the exponentials, but not over a branch on their sums.
                             if rSum[0] + rSum[1] < 0.0:
@@ -250,10 +253,7 @@ class AttentionFwd(ForwardKernel):
                     warpgroup.wait_group(0)
                     ring_v.consumer_release(before)
                     before.advance()
-                if const_expr(self.shares_memory):
-                    cute.arch.barrier(barrier_id=READ, number_of_threads=self.consumers * WARPGROUP)
-                else:
-                    ring_q.consumer_release(q_slot)
+                self._end_queries(ring_q, q_slot, last < first)
                 self._finish(mma_pv, rO, (rMax, rSum), moved[3], (mSinks, mLse), (tile, own, tidx))
                 if const_expr(self.shares_memory):
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -262,6 +262,23 @@ class AttentionFwd(ForwardKernel):
         if group == 0:
             self._begin_turn(group)  # the last warpgroup's last end of a turn
         cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def _release_queries(self, ring_q: cutlass.Constexpr, q_slot, is_last):
+        """Let the next block's queries be loaded, once the scores of a block's last tile are multiplied."""
+        if const_expr(self.releases_early):
+            if is_last:
+                ring_q.consumer_release(q_slot)
+
+    @cute.jit
+    def _end_queries(self, ring_q: cutlass.Constexpr, q_slot, is_empty):
+        """Go on to outputs, which may take the place of queries: all must have read these."""
+        if const_expr(self.shares_memory):
+            cute.arch.barrier(barrier_id=READ, number_of_threads=self.consumers * WARPGROUP)
+        elif const_expr(self.releases_early):
+            self._release_queries(ring_q, q_slot, is_empty)
+        else:
+            ring_q.consumer_release(q_slot)
 
     def _rescale_late(self, rO, late):
         """Rescale sums of long heads before the next product is added, while scores are multiplied."""
@@ -294,7 +311,7 @@ class AttentionFwd(ForwardKernel):
         first = tile.block * self.tile_m, keys * self.tile_n, self.tile_n
         place = place_of(tidx, tile, first, sizes)
         return self.softmax.add_changed(
-            rS, sums, whole, lambda: self._change(rS, place), lambda: self._hide(rS, place, whole, (there, tidx))
+            rS, sums, whole, lambda: self._change(rS, place), lambda: self._hide(rS, place, whole, keys, (there, tidx))
         )
 
     def _change(self, rS, place):
@@ -304,10 +321,11 @@ class AttentionFwd(ForwardKernel):
             self.mods.change(by_row(rS), place)
 
     @cute.jit
-    def _hide(self, rS, place: cutlass.Constexpr, whole, missing: cutlass.Constexpr):
+    def _hide(self, rS, place: cutlass.Constexpr, whole, keys, missing: cutlass.Constexpr):
         """Hide scores of a tile that are left out."""
         if not whole:
-            self.mods.hide(by_row(rS), place, -Float32.inf)
+            rest = self.tiles.rest_of(place.tile, place.sizes, place.tile.block, keys)
+            self.mods.hide(by_row(rS), place, -Float32.inf, rest)
         self._hide_missing(by_row(rS), *missing)
 
     def _there(self, ring_k, slot):

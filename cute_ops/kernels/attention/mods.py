@@ -49,7 +49,7 @@ class Evaluated:
         self.mod, self.emit = mod, Emitter(text_of(mod.expression), FAST)
         self.indices = [read.place and Emitter(text_of(read.place), FAST) for read in mod.reads]
 
-    def operands(self, given, captured, loaded, at):
+    def operands(self, given, captured, loaded, at, numbers=None):
         """The operands of one score: what is given, and what is read.
 
         Args:
@@ -57,13 +57,14 @@ class Evaluated:
             captured: the arrays.
             loaded: what was read for other scores of the thread, which grows.
             at: the numbers of the query and of the key among the thread's.
+            numbers: batch, head, q and k as whole numbers.
         """
         found = [*given]
         for i in range(len(self.mod.reads)):
             by_query, by_key = self.mod.depends(i)
             key = i, at[0] if by_query else None, at[1] if by_key else None
             if key not in loaded:
-                loaded[key] = self.read(i, found, captured)
+                loaded[key] = self.read(i, found, captured, numbers)
             found.append(loaded[key])
         return found
 
@@ -77,17 +78,27 @@ class Evaluated:
         reads = range(len(self.mod.reads))
         return {0, *(self.mod.given + i for i in reads if self.mod.depends(i)[0 if place.keys_down else 1])}
 
-    def read(self, i, operands, captured):
-        """An element of an array, or its size, by the operands before it."""
+    def read(self, i, operands, captured, numbers=None):
+        """An element of an array, or its size, by the operands before it.
+
+        Args:
+            numbers: batch, head, q and k as whole numbers, by which fewer instructions find an element.
+        """
         read = self.mod.reads[i]
         array = captured[read.array]
         if read.kind.startswith(SIZE):
             return Float32(array.shape[int(read.kind.removeprefix(SIZE))])
-        places = []
-        for x, size in zip(self.indices[i](*operands), array.shape):
-            inside = cute.arch.fmin(cute.arch.fmax(x, Float32(0.0)), Float32(size - 1))  # of NaN 0
-            places.append(Int32(inside))
-        return array[tuple(places)].to(Float32)
+        places, indices, first = [], self.indices[i], self.mod.given - 8
+        for node, x, size in zip(indices.expression.outputs, indices(*operands), array.shape):
+            node = indices.expression.nodes[node]
+            if numbers is not None and node.primitive == "operand" and 0 <= node.operand - first < len(numbers):
+                places.append(cutlass.min(cutlass.max(numbers[node.operand - first], Int32(0)), Int32(size) - 1))
+            else:
+                inside = cute.arch.fmin(cute.arch.fmax(x, Float32(0.0)), Float32(size - 1))  # of NaN 0
+                places.append(Int32(inside))
+        # Of elements of one row the row's address is computed once.
+        row = array if len(places) == 1 else array[(*places[:-1], None)]
+        return row[places[-1]].to(Float32)
 
 
 def by_index(arrays, mods):
@@ -114,7 +125,7 @@ class Mods:
     def __init__(self, scale, score="", mask="", bounds="", dscore=""):
         self.scale = scale
         self.mask, self.score = (Evaluated(Mod.parse(text)) if text else None for text in (mask, score))
-        self._bounds = Emitter(bounds, FAST) if bounds else None
+        self._bounds, *self._bounds_of_rest = map(emitter_of, [*bounds.split(" | "), "", ""][:3])
         self._score, self._dscore = (
             Folded(text, FAST) if text else None for text in (self.score and text_of(self.score.mod.expression), dscore)
         )
@@ -123,32 +134,38 @@ class Mods:
         self.cap = cap and (cap[0], cap[1] * scale)
         self.by_query, self.by_key = ranged(self.mask.mod) if self.mask else ([], [])
         self.masks_by_head = self.mask is not None and depends_on_head(self.mask.mod)
-        # Of rows of queries, and of keys.
-        self.limits = [[], []] if self.mask is None else [limits_of(self.mask.mod, axis, FAST) for axis in (K, Q)]
+        # Of rows of queries, and of keys: limits of their columns, and the rest of the mask.
+        self.parts = [parts_of(self.mask, axis) for axis in (K, Q)]
 
-    def bounds(self, tile, place, tiles, sizes):
-        """Whether the mask is true of all scores of a tile, and whether it may be true of one.
+    def has_rest(self, down):
+        """Whether a mask has limits of each row's columns, and other parts; ``down``: whether rows are keys."""
+        return self._bounds_of_rest[down] is not None
+
+    def bounds(self, tile, place, tiles, sizes, rest=None):
+        """Whether the mask, or its rest, is true of all scores of a tile, and whether it may be true of one.
 
         Args:
             tile: block, head and batch.
             place: the first and the last query, and the first and the last key.
-            tiles: the numbers of the tile of queries and of that of keys.
+            tiles: the numbers of the tile of queries and of that of keys; None of those of which one is given.
             sizes: of the call.
+            rest: of the rest, whether rows are keys: see :meth:`has_rest`.
         """
         (q, k), mod = place, self.mask.mod
         both = [[*map(Float32, (first, last))] for first, last in ((q[0] + sizes.shift, q[1] + sizes.shift), k)]
         points = [Float32(tile.batch), Float32(tile.head)]
         numbers = [*points, *both[0], *both[1], *sizes.counts]
-        operands = [*points, None, None, *sizes.counts]
+        operands = [*points, both[0][0], both[1][0], *sizes.counts]
+        whole = tile.batch, tile.head, q[0] + sizes.shift, k[0]
         for i, count in enumerate(known(mod)[mod.given :]):
             value = None
-            if count == 1:
-                value = self.mask.read(i, operands, sizes.captured)
-                numbers.append(value)
+            if count == 1 or (count == 2 and tiles[i in self.by_key] is None):
+                value = self.mask.read(i, operands, sizes.captured, whole)
+                numbers += [value] * count
             elif count == 2:
                 numbers += self._range(i, tile, tiles, sizes)
             operands.append(value)
-        return self._bounds(*numbers)
+        return (self._bounds if rest is None else self._bounds_of_rest[rest])(*numbers)
 
     def _range(self, i, tile, tiles, sizes):
         """The least and the largest of what is read over a tile."""
@@ -225,34 +242,50 @@ class Mods:
             return after
         return cutlass.select_(before == 0.0, before, after)
 
-    def hide(self, values, place, hidden):
-        """Replace values of keys that a query does not attend to, and of what lies behind the last key."""
-        if self.limits[place.keys_down] is not None and are_pairs(place.columns) and not place.heads_by_row:
-            self._hide_outside(values, place, hidden)
-            return
+    @cute.jit
+    def hide(self, values, place: cutlass.Constexpr, hidden: cutlass.Constexpr, rest: cutlass.Constexpr = None):
+        """Replace values of keys that a query does not attend to, and of what lies behind the last key.
+
+        ``rest``: of a mask that :meth:`has_rest`, a function: see :meth:`Tiles.rest_of`.
+        """
+        limits, others = self.parts[place.keys_down]
+        by_words = (bool(limits) or others is None) and are_pairs(place.columns) and not place.heads_by_row
+        words = [self._words(limits, place, r) for r in range(len(place.rows))] if by_words else None
+        if const_expr(rest is not None and by_words and others is not None):
+            whole, first, second = rest()[0], words[0], words[1]
+            if not whole:
+                # Of each row alone it may be known, as where a tile has queries of two documents.
+                (every, some), (every_second, some_second) = [rest(row) for row in place.rows]
+                first = [cutlass.select_(some, word, Int32(0)) for word in first]
+                second = [cutlass.select_(some_second, word, Int32(0)) for word in second]
+                alike = (every | (some ^ True)) & (every_second | (some_second ^ True))
+                whole = cute.arch.vote_all_sync(alike)
+            if whole:
+                self._hide(values, place, hidden, (first, second), None)
+            else:
+                self._hide(values, place, hidden, (first, second), others)
+        else:
+            self._hide(values, place, hidden, words, others if by_words else self.mask)
+
+    def _hide(self, values, place, hidden, words, mask):
+        """:meth:`hide` by bits of columns, or by the number of keys where there are none, and by a mask or None."""
         last, loaded = Float32(place.sizes.seqlen_k), {}
-        for r, c, at, coordinates in place.each(down=self.mask is not None and bool(self.mask.mod.reads)):
-            kept = coordinates[3] < last
-            if self.mask is not None:
-                operands = self.mask.operands(coordinates, place.sizes.captured, loaded, at)
-                kept = kept & self.mask.emit(*operands)[0]
+        for r, c, at, coordinates in place.each(down=mask is not None and bool(mask.mod.reads)):
+            kept = (words[r][c // WORD] & Int32(bit_of(c % WORD))) != 0 if words else coordinates[3] < last
+            if mask is not None:
+                operands = mask.operands(coordinates, place.sizes.captured, loaded, at, place.numbers(r, c))
+                kept = kept & mask.emit(*operands)[0]
             values[r, c] = cutlass.select_(kept, values[r, c], Float32(hidden))
 
-    def _hide_outside(self, values, place, hidden):
-        """:meth:`hide` of a mask that lets an interval of each row pass."""
+    def _words(self, limits, place, r):
+        """The columns that limits let pass in a row of a thread, and that have a key, as bits."""
         down, count, last = place.keys_down, len(place.columns), place.sizes.seqlen_k
-        batch, head = Float32(place.tile.batch), Float32(place.tile.head)
-        for r, row in enumerate(place.rows):
-            row = row + place.shifts[0]
-            at = (Float32(0.0), Float32(row)) if down else (Float32(row), Float32(0.0))
-            operands = batch, head, *at, *place.sizes.counts
-            low, high = interval(self.limits[down], operands, high=None if down else last - 1)
-            words = words_of(low, high, place.start + place.shifts[1], count)
-            if down:
-                words = [cutlass.select_(row < last, word, Int32(0)) for word in words]
-            for c in range(count):
-                kept = (words[c // WORD] & Int32(bit_of(c % WORD))) != 0
-                values[r, c] = cutlass.select_(kept, values[r, c], Float32(hidden))
+        row = place.rows[r] + place.shifts[0]
+        at = (Float32(0.0), Float32(row)) if down else (Float32(row), Float32(0.0))
+        operands = Float32(place.tile.batch), Float32(place.tile.head), *at, *place.sizes.counts
+        low, high = interval(limits, operands, high=None if down else last - 1)
+        words = words_of(low, high, place.start + place.shifts[1], count)
+        return [cutlass.select_(row < last, word, Int32(0)) for word in words] if down else words
 
     def derive(self, cotangents, products, place):
         """Multiply cotangents of changed scores by the derivative of the change, of products of queries and keys."""
@@ -261,6 +294,16 @@ class Mods:
             given = Scaled(self.scale, products[r, c]), *coordinates
             operands = self.score.along(self.score.operands(given, place.sizes.captured, loaded, at), place, c)
             cotangents[r, c] = self._derived(operands, self.score.varying(place), cotangents[r, c])
+
+
+def emitter_of(text):
+    return Emitter(text, FAST) if text else None
+
+
+def parts_of(mask, axis):
+    """The limits of a coordinate in a mask, and the rest of it, or None."""
+    limits, others = limits_of(mask.mod, axis, FAST) if mask else ([], None)
+    return limits, others and Evaluated(others)
 
 
 def depends_on_head(mask):

@@ -37,8 +37,9 @@ class Ranges:
         mTable = sizes.ranges[axis]
         heads, tiles, lane = Int32(mTable.shape[2]), Int32(mTable.shape[3]), cute.arch.lane_idx()
         count = Int32(mTable.shape[1]) * heads * tiles
-        # The last CTA may have more warps than there are tiles left: these compute the last tile again.
-        index = cutlass.min(cute.arch.block_idx()[0] * WARPS + cute.arch.warp_idx(), count - 1)
+        # The last CTA may have more warps than there are tiles left: they compute the last tile, and store nothing.
+        number = cute.arch.block_idx()[0] * WARPS + cute.arch.warp_idx()
+        index = cutlass.min(number, count - 1)
         which = index // tiles
         slot, batch = index - which * tiles, which // heads
         head = which - batch * heads
@@ -47,7 +48,7 @@ class Ranges:
             for offset in (16, 8, 4, 2, 1):
                 low = cute.arch.fmin(low, cute.arch.shuffle_sync_bfly(low, offset=offset))
                 high = cute.arch.fmax(high, cute.arch.shuffle_sync_bfly(high, offset=offset))
-            if lane == 0:
+            if (lane == 0) & (number < count):
                 mTable[2 * i, batch, head, slot] = low
                 mTable[2 * i + 1, batch, head, slot] = high
 

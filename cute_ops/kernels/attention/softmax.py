@@ -17,7 +17,8 @@ LN2 = math.log(2)
 GROWTH = 8.0
 NEGLIGIBLE = 1e-6  # an error of a weight, relative to the row's largest weight
 LARGEST = 1e38  # a factor that float32 holds
-LOWEST = 60.0  # how far a row's weights may be below 1, as powers of e, where they have the exponents of float32
+# How far a row's weights may be below and above 1, as powers of e, where they have the exponents of float32.
+LOWEST, HIGHEST = 60.0, 20.0
 
 
 class Near(NamedTuple):
@@ -106,7 +107,12 @@ class OnlineSoftmax:
         scale, offset: scores are ``scale * x + offset`` of the numbers that are given; the scale is positive.
         growth: a row keeps the largest score it has until a tile has one that is larger by this power of two. While it
             does, sums of earlier tiles are not rescaled, and weights may be larger than 1.
+
+    Attributes:
+        least: a row's largest number before its first tile.
     """
+
+    least = -math.inf
 
     def __init__(self, scale, offset=0.0, growth=0.0):
         self.scale, self.offset, self.growth = scale, offset, growth
@@ -248,13 +254,14 @@ class CappedSoftmax(OnlineSoftmax):
         super().__init__(scale, offset, growth)
         (self.outer, self.inner), self.signed = cap, signed
         self.near = (QUINTIC,) if signed else (CUBIC, QUINTIC)
+        self.farthest = LOWEST / 2
 
     def range_of(self, near):
         """Between which numbers a row's largest product is where a polynomial is accurate enough."""
         if self.outer * self.inner ** (2 * len(near.factors) - 1) > LARGEST:
             return 0.0, 0.0  # of a cap so small that float32 does not hold its factors
         if not self.signed:
-            return 0.0, min(near.bound, LOWEST / 2 / self.outer) / self.inner
+            return 0.0, min(near.bound, self.farthest / self.outer) / self.inner
         points = [near.bound + i / 100 for i in range(400)]
         wrong = [(u, min(abs(polynomial(near, u) - math.tanh(u)) * self.outer, 1.0)) for u in points]
         lowest = max(math.log(max(error, 1e-30) / NEGLIGIBLE) - self.outer * math.tanh(u) for u, error in wrong)
@@ -340,6 +347,50 @@ class CappedSoftmax(OnlineSoftmax):
             self.exponentiate(rS, r, rSum, factors[r], lambda x: self._near(near, x, shift))
 
 
+class BoundedSoftmax(CappedSoftmax):
+    """:class:`CappedSoftmax` of caps so small that weights may be those of scores less 0: a row's largest number is
+    that of a score of 0 until a tile has a far larger one. Tiles for which a polynomial is accurate enough have none:
+    their largest scores are not looked for, and no sums rescaled.
+    """
+
+    def __init__(self, cap, scale, offset):
+        super().__init__(cap, scale, offset, GROWTH, signed=False)
+        self.least, self.farthest = -offset / scale, HIGHEST
+
+    def add_changed(self, rS, sums, whole, change, hide):
+        factors, scores, largest = cute.make_rmem_tensor(2, Float32), by_row(rS), []
+        factors.fill(1.0)
+        for r in range(2):  # of a thread: votes are of all
+            parts = [Float32(0.0)] * 2
+            for c in range(cute.size(scores, mode=[1])):
+                parts[c % 2] = cute.arch.fmax(parts[c % 2], cute.math.absf(scores[r, c]))
+            largest.append(cute.arch.fmax(*parts))
+        self._add(rS, (sums, factors), whole, (largest, change, hide), 0)
+        return factors
+
+    def holds_of_part(self, rS, largest, whole):
+        return (whole == False) & self.holds(largest, QUINTIC)  # noqa: E712
+
+    def add_part(self, rS, sums, factors, hide):
+        (rMax, rSum), scores = sums, by_row(rS)
+        for r in range(2):
+            shift = self.shift(rMax, r)
+            for c in range(cute.size(scores, mode=[1])):
+                scores[r, c] = self._near(QUINTIC, scores[r, c], shift)
+        hide()
+        for r in range(2):
+            self.exponentiate(rS, r, rSum, 1.0, lambda x: x)
+
+    def add_near(self, rS, sums, largest, factors, near):
+        rMax, rSum = sums
+        for r in range(2):
+            shift = self.shift(rMax, r)
+            self.exponentiate(rS, r, rSum, 1.0, lambda x, shift=shift: self._near(near, x, shift))
+
+    def shift(self, rMax, r):
+        return self._scaled(rMax[r]) + Float32(self.offset * LOG2_E)
+
+
 def polynomial(near, x):
     return sum(factor * x ** (2 * i + 1) for i, factor in enumerate(near.factors))
 
@@ -382,7 +433,9 @@ class Weights:
         return (lambda r, c: lse[r]), (lambda r, c: delta[r])
 
     @cute.jit
-    def of_scores(self, rS, rWeights, place: cutlass.Constexpr, lse: cutlass.Constexpr, whole):
+    def of_scores(
+        self, rS, rWeights, place: cutlass.Constexpr, lse: cutlass.Constexpr, whole, rest: cutlass.Constexpr = None
+    ):  # fmt: skip
         """Replace products of queries and keys by ``p * dscore``, the weight and the derivative of its score.
 
         Args:
@@ -391,9 +444,10 @@ class Weights:
             place: of the products.
             lse: ``lse(row, column)``, of base 2.
             whole: whether none is left out.
+            rest: see :meth:`Tiles.rest_of`.
         """
         if cutlass.const_expr(not self.mods.is_changed_by_column):
-            self._in_steps(rS, rWeights, place, lse, whole)
+            self._in_steps(rS, rWeights, place, lse, whole, rest)
         elif self._is_inside(place, whole):
             if cutlass.const_expr(self.near):
                 if self._is_near(rS):
@@ -403,7 +457,7 @@ class Weights:
             else:
                 self._by_column(rS, rWeights, place, lse)
         else:
-            self._in_steps(rS, rWeights, place, lse, whole)
+            self._in_steps(rS, rWeights, place, lse, whole, rest)
 
     def _is_inside(self, place, whole):
         """Whether nothing of a warp is left out. Its lanes go one way: both ways have votes of all of them."""
@@ -449,7 +503,9 @@ class Weights:
             scores[r, c] = derive(weight)
 
     @cute.jit
-    def _in_steps(self, rS, rWeights, place: cutlass.Constexpr, lse: cutlass.Constexpr, whole):
+    def _in_steps(
+        self, rS, rWeights, place: cutlass.Constexpr, lse: cutlass.Constexpr, whole, rest: cutlass.Constexpr
+    ):  # fmt: skip
         scores = by_row(rS)
         rRaw = cute.make_rmem_tensor_like(rS) if cutlass.const_expr(self.mods.score is not None) else None
         if cutlass.const_expr(rRaw is not None):
@@ -465,7 +521,7 @@ class Weights:
                     for r in cutlass.range_constexpr(2):
                         scores[r, c] = cutlass.select_(lse(r, c) == Float32.inf, Float32(0.0), scores[r, c])
         if not whole:
-            self.mods.hide(scores, place, 0.0)
+            self.mods.hide(scores, place, 0.0, rest)
         if cutlass.const_expr(rWeights is not None):
             store_packed(rS, rWeights)
         if cutlass.const_expr(rRaw is not None):
@@ -501,7 +557,11 @@ def softmax_of(mods, dv, dtype):
     """The softmax of a kernel: ``mods``: functions of scores, ``dv``: elements of a value, ``dtype``: of weights."""
     # Sums of up to 64 columns are rescaled as fast as a vote finds out whether they need to be.
     growth = GROWTH if dv > 64 else 0.0
-    capped = None if mods.cap is None else CappedSoftmax(mods.cap, *mods.outer, growth, dtype != "bfloat16")
+    capped = None
+    if mods.cap is not None and dtype == "bfloat16" and mods.cap[0] <= LOWEST:
+        capped = BoundedSoftmax(mods.cap, *mods.outer)
+    elif mods.cap is not None:
+        capped = CappedSoftmax(mods.cap, *mods.outer, growth, dtype != "bfloat16")
     if capped and all(low < high for low, high in map(capped.range_of, capped.near)):
         return capped
     return OnlineSoftmax(*mods.outer, growth)

@@ -153,6 +153,12 @@ class Place(NamedTuple):
         """The coordinate of a column."""
         return Along(self.first, 1.0, float(self.columns[c]))
 
+    def numbers(self, r, c):
+        """The coordinates of a score as whole numbers: batch, head, q, k."""
+        row, column = self.rows[r] + self.shifts[0], self.start + self.columns[c] + self.shifts[1]
+        head = self.tile.head[r] if self.heads_by_row else self.tile.head
+        return self.tile.batch, head, *((column, row) if self.keys_down else (row, column))
+
     def each(self, down=False):
         """Of each score row and column; both as the numbers of a query and a key; and, in float32, its coordinates
         (batch, head, q, k) and their sizes. The last query stands beside the last key.
@@ -379,12 +385,16 @@ class Tiles:
         place = tile.block * size + row % size
         return own.starts[axis] + place, place < own.lengths[axis]
 
-    def bounds(self, tile, sizes, queries, keys):
-        """Whether the mask is true of all scores of a tile, and whether it may be true of one."""
-        q, k = queries * self.tile_q, keys * self.tile_k
+    def bounds(self, tile, sizes, queries, keys, rest=None, row=None):
+        """What :meth:`Mods.bounds` says of a tile, or of a ``row`` of it: a key where those of the ``rest`` are."""
+        q, k, tiles = queries * self.tile_q, keys * self.tile_k, (queries, keys)
         q_high = cutlass.min(q + self.tile_q, sizes.seqlen_q) - 1
         k_high = cutlass.min(k + self.tile_k, sizes.seqlen_k) - 1
-        return self.mods.bounds(tile, ((q, q_high), (k, k_high)), (queries, keys), sizes)
+        if row is not None:
+            q, k, q_high, k_high, tiles = (
+                (q, row, q_high, row, (queries, None)) if rest else (row, k, row, k_high, (None, keys))
+            )
+        return self.mods.bounds(tile, ((q, q_high), (k, k_high)), tiles, sizes, rest)
 
     def some(self, tile, sizes, queries, keys):
         """Whether the mask lets a score of a tile pass, as far as its bounds tell."""
@@ -394,6 +404,14 @@ class Tiles:
         """Whether no score of a tile is left out: by the mask, or because it lies behind the last key."""
         inside = (keys + 1) * self.tile_k <= sizes.seqlen_k
         return inside if self.mods.mask is None else inside & self.bounds(tile, sizes, queries, keys)[0]
+
+    def rest_of(self, tile, sizes, queries, keys, down=False):
+        """A function for the :meth:`bounds` of the rest of a mask, of a tile, or of the row that it is given; None
+        without one. ``down``: whether rows are keys: see :meth:`Mods.has_rest`.
+        """
+        if not self.mods.has_rest(down):
+            return None
+        return lambda row=None: self.bounds(tile, sizes, queries, keys, down, row)
 
     def keys_of(self, tile, sizes):
         """The first and the last tile of keys of a block of queries; first > last if there is none."""

@@ -8,19 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from cute_ops import mods as named
 from cute_ops.expressions.captured import trace_mod
 from cute_ops.expressions.derivative import differentiate
 from cute_ops.expressions.graph import OPERANDS, Expression, Graph, Node, copied, operands_of
+from cute_ops.expressions.limits import limits_and_rest
 from cute_ops.expressions.reads import FLOAT, SIZE, Mod, Read, known
 from cute_ops.expressions.simplify import SimplifyingGraph
 from cute_ops.expressions.text import text_of
 
+if TYPE_CHECKING:
+    from cute_ops.expressions.intervals import Bounds
+
 SCORE = {"score": OPERANDS["t"]}
 COORDINATES = {"batch": OPERANDS["s"], "head": OPERANDS["s"], "q": OPERANDS["c"], "k": OPERANDS["r"]}
-BATCH, HEAD, SIZES = 0, 1, 4  # of the operands behind the score
+BATCH, HEAD, Q, K, SIZES = 0, 1, 2, 3, 4  # of the operands behind the score
 LARGE_CAP = 256.0  # kernels have a tanh to 2e-7: of a larger cap scores would be wrong by more than 5e-5
 
 
@@ -106,13 +110,23 @@ def _large_softcap(cap: float) -> named.Mod:
 
 @cache
 def bounds_of(mask: Mod) -> tuple[str, tuple[str, ...]]:
-    """The expression of a mask's bounds over a tile, and what of it could not be bounded."""
+    """The expression of a mask's bounds over a tile, and what of it could not be bounded. If it is a conjunction of
+    limits of keys, or of queries, and other parts, ``mask | parts besides those of keys | of queries``; empty where
+    there are none.
+    """
     from cute_ops.expressions.intervals import Range, bounds  # only calls with a mask of their own need it
 
-    found = bounds(mask.expression, [Range(number) for number in known(mask)])
+    def bounded(each: Mod) -> Bounds:
+        return bounds(each.expression, [Range(number) for number in known(each)])
+
+    found, rests = bounded(mask), []
+    for axis in (K, Q):
+        limits, others = limits_and_rest(mask, axis)
+        rests.append(text_of(bounded(others).expression) if limits and others else "")
     names = (f"operand {mask.given + i}" for i in range(len(mask.reads)))
     arrays = dict(zip(names, (f"array {read.array}" for read in mask.reads), strict=True))
-    return text_of(found.expression), tuple(dict.fromkeys(arrays.get(each, each) for each in found.unbounded))
+    text = " | ".join([text_of(found.expression), *(rests if any(rests) else [])])
+    return text, tuple(dict.fromkeys(arrays.get(each, each) for each in found.unbounded))
 
 
 @cache
