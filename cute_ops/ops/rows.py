@@ -155,6 +155,14 @@ def cluster_for(vectors: int, per_cta: int, most: int) -> int:
     return ctas
 
 
+def uneven_share(row: RowProblem) -> int | None:
+    """Threads of an aligned row of up to a warp's vectors, about three each, where with one each many would have none;
+    None for other rows.
+    """
+    some = row.aligned and SHORTEST_ROW < row.vectors < WARP
+    return threads_for(row.vectors, 3) if some and row.vectors & (row.vectors - 1) else None
+
+
 def row_threads(row: RowProblem) -> int:
     """Threads of a row that one CTA holds in registers."""
     if row.vectors <= WARP:

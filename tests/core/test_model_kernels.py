@@ -101,8 +101,10 @@ def test_the_largest_of_many_equal_numbers(n: int, k: int, dtype: str) -> None:
     assert x is not None
     x[0], x[1, rng.permutation(n)[3:]] = x[0, 0], -np.inf
     x[2] = np.round(x[2].astype(np.float32))
-    for value, columns in ((-0.0, n // 2), (np.nan, 3), (np.inf, 3), (-np.inf, n // 4)):
+    for value, columns in ((-0.0, n // 2), (np.nan, 3), (-np.float64(np.nan), 3), (np.inf, 3), (-np.inf, n // 4)):
         x[3, rng.permutation(n)[:columns]] = value
+    if dtype == "float32":  # NaN of other bits are equal to it, too
+        x[3, rng.permutation(n)[:2]] = np.array([0x7FC00800, 0xFFFFFFFF], np.uint32).view(np.float32)
     values, found = kernel_calls.run(call)
     assert values is not None
     for start in range(0, n, SEGMENT):

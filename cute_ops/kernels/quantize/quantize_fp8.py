@@ -6,13 +6,14 @@ import cutlass.cute as cute
 
 from cute_ops.kernels.quantize.config import QuantizeConfig
 from cute_ops.kernels.quantize.one_pass import QuantizeRows
+from cute_ops.kernels.quantize.one_pass_blocks import blocks
 from cute_ops.kernels.quantize.one_pass_smem import QuantizeRowsInSmem
 from cute_ops.kernels.quantize.prologue import Gated, Normed, Plain
 from cute_ops.kernels.quantize.two_pass import QuantizeTwoPass
 
 # Forms of their own beside those of row functions (kernels/rowwise): vectors start with the row, so that neighbouring
 # lanes hold a block of 128 columns, and a norm's sum and the largest element are exchanged together.
-FORMS = {"one_pass": QuantizeRows, "smem": QuantizeRowsInSmem, "two_pass": QuantizeTwoPass}
+FORMS = {"one_pass": QuantizeRows, "blocks": blocks, "smem": QuantizeRowsInSmem, "two_pass": QuantizeTwoPass}
 
 
 class Quantize:

@@ -18,9 +18,11 @@ class TopkConfig(RowConfig):
 
     Attributes:
         groups: ``select``: groups of a segment's columns whose largest numbers bound the k-th from below.
+        unroll: ``sort``: rows of a thread, of which it shares each with the same threads.
     """
 
     groups: int = 0
+    unroll: int = 1
 
 
 class RouteConfig(RowConfig):
@@ -28,12 +30,14 @@ class RouteConfig(RowConfig):
 
     Attributes:
         ctas: how many there are.
+        ahead: how many tiles ahead of a CTA's rows their logits are prefetched to L2; 0: none are.
 
     In the form ``vectors`` only the vectors of a row are sorted whose largest numbers are the largest; in ``route`` all
     numbers.
     """
 
     ctas: int = 0
+    ahead: int = 0
 
 
 class GatherConfig(KernelConfig):

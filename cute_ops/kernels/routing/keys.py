@@ -85,9 +85,14 @@ def _halving(each, combine):
 
 
 def _ordered(x):
+    return Int32(cutlass.select_(x == x, ordered_number(x), Int32(MOST)))
+
+
+def ordered_number(x):
+    """The integer of a number that is not NaN."""
     # Adding zero makes -0 the number that is equal to it.
     bits = (x + Float32(0.0)).bitcast(Int32)
-    return Int32(cutlass.select_(x == x, bits ^ ((bits >> 31) & Int32(MOST)), Int32(MOST)))
+    return bits ^ ((bits >> 31) & Int32(MOST))
 
 
 def _ordered_pair(word, bfloat):
@@ -115,6 +120,11 @@ def no_key(kind):
 
 def column(key):
     return LAST - Int32(key & LAST)
+
+
+def number(integer):
+    """The number of 32 bits that has this integer."""
+    return Int32(integer ^ ((integer >> 31) & Int32(MOST))).bitcast(Float32)
 
 
 def numbers(keys, dtype):

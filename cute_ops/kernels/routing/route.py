@@ -8,7 +8,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cute_ops.hardware import VECTOR_BYTES, WARP
-from cute_ops.kernels.lib.copy import fragment, gmem_elements, load, widen
+from cute_ops.kernels.lib.copy import fetch_ahead, fragment, gmem_elements, load, widen
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_copy import RowAccess
 from cute_ops.kernels.lib.row_layout import SMEM_PERCENT, RowTile, Vectors, row_count
@@ -20,6 +20,7 @@ from cute_ops.kernels.routing.sort import SortedTopK
 
 # Threads of the CTA that adds up what the others have of each expert, and groups of them that share an expert.
 ADDING, GROUPS = 1024, 32
+LINE = 128  # bytes of a cache line
 
 
 class WholeVectors(Vectors):
@@ -51,8 +52,9 @@ class RoutedRows(SortedTopK):
         self.size, self.n = 1 << (self.k - 1).bit_length(), variant.dims["n"]
         self.tile = RowTile(WholeVectors(variant, "logits", self.n), config)
         self.access = RowAccess(variant, self.tile, -math.inf)
-        self.kind = key_type(variant.tensors["logits"].itemsize)
+        self.compare_by(key_type(variant.tensors["logits"].itemsize))
         self.ctas, self.resident = config.ctas, config.resident
+        self.ahead = config.ahead if variant.tensors["logits"].layout == "flat" else 0
         self.groups = min(ADDING // self.n, GROUPS)
         # A thread's part of the `size` vectors whose largest numbers are the largest.
         self.part = self.size * self.tile.vec // self.tile.threads_per_row
@@ -90,7 +92,10 @@ class RoutedRows(SortedTopK):
         tiles = (count + (self.tile.rows - 1)) // self.tile.rows
         steps = Int32((tiles - cta + (parts - 1)) // Int64(parts))
         for step in cutlass.range(steps, unroll=1):
-            row = (Int64(cta) + Int64(step) * parts) * self.tile.rows + local
+            tile = Int64(cta) + Int64(step) * parts
+            if cutlass.const_expr(self.ahead > 0):
+                self._fetch_ahead(mLogits, tile + Int64(parts) * self.ahead, tidx)
+            row = tile * self.tile.rows + local
             self._row((mLogits, mWeights, mIndex), sCount, rTotal, self.access.coord(row, count, t, 0))
         for k, first in enumerate(self.tile.columns(t, 0, Int64(0))):
             self._share(sTotal[None, local], rTotal, first, k)
@@ -101,6 +106,15 @@ class RoutedRows(SortedTopK):
                 total = total + sTotal[e, i]
             mTotals[cta, e] = total
             mCounts[cta, e] = sCount[e]
+
+    def _fetch_ahead(self, mLogits, tile, tidx):
+        """Prefetch a tile's logits to L2, a line a thread: until they are loaded a tile is computed."""
+        size = self.n * self.tile.rows * (mLogits.element_type.width // 8)
+        end = row_count(mLogits) * (self.n * (mLogits.element_type.width // 8))
+        for first in range(0, size, LINE * self.tile.threads):
+            place = Int64(tile) * size + (first + tidx * LINE)
+            inside = first + tidx * LINE < size
+            fetch_ahead(mLogits.iterator.toint() + place, inside & (place < end))
 
     @cute.jit
     def _share(self, sTotal: cute.Tensor, rTotal: cute.Tensor, first: Int32, k: cutlass.Constexpr):
@@ -115,14 +129,13 @@ class RoutedRows(SortedTopK):
         gRow = self.access.row(mLogits, "logits", place.row)
         (logits,) = self.access.load([gRow], place)
         if self.by_vectors:
-            keys = self._of_vectors(logits, gRow, coord)
+            keys = self.whole.shared(self._of_vectors(logits, gRow, coord))[: self.k]
+            rTop, columns = numbers(keys, dtype), [column(each) for each in keys]
         else:
             vectors = [fragment(dtype, self.tile.vec) for _ in logits]
             for rX, rKept in zip(logits, vectors):
                 rKept.store(rX.load())
-            keys = self._own(vectors, coord.first)
-        keys = self._shared(keys)[: self.k]
-        rTop = numbers(keys, dtype)
+            rTop, columns = self._chosen(vectors, gRow, coord)
         top = [rTop[i].to(Float32) for i in range(self.k)]
         each, total = [exponentials(widen(rX), top[0]) for rX in logits], Float32(0.0)
         for found in each:
@@ -140,7 +153,7 @@ class RoutedRows(SortedTopK):
         rWeights = fragment(dtype, self.k)
         for i, x in enumerate(chosen):
             rWeights[i] = (x * share).to(dtype)
-        self._store(mWeights, mIndex, sCount, rWeights, [column(each) for each in keys], coord)
+        self._store(mWeights, mIndex, sCount, rWeights, columns, coord)
 
     def _of_vectors(self, logits, gRow, coord):
         """A thread's largest keys, in order, of some of the row's vectors: of ``size`` of them, which together have the
@@ -149,8 +162,8 @@ class RoutedRows(SortedTopK):
         share, vec, size = self.tile.threads_per_row, self.tile.vec, self.size
         keys = [key(each, LAST - k * share, self.kind) for k, each in enumerate(tops(logits))]
         if self.tile.count % share:
-            keys[-1] = self._inside(keys[-1], coord.first[-1])
-        found = self._shared([each - coord.t for each in self._in_order(keys)])
+            keys[-1] = self._inside(keys[-1], coord.first[-1], self.kind)
+        found = self.whole.shared([each - coord.t for each in self.whole.in_order(keys)])
         length = min(self.part, vec)
         each, rest = max(self.part // vec, 1), vec // length
         keys = []
@@ -164,7 +177,7 @@ class RoutedRows(SortedTopK):
             keys += [
                 key(x, LAST - j, self.kind) - first for j, x in enumerate(integers(order(rX), rX.element_type, length))
             ]
-        return self._in_order(keys)
+        return self.whole.in_order(keys)
 
     @cute.jit
     def _store(

@@ -42,6 +42,7 @@ from cute_ops.ops.rows import (
     step,
     threads_for,
     threads_of_pairs,
+    uneven_share,
     vary_cluster,
     vary_resident,
     vary_threads,
@@ -113,7 +114,9 @@ def forward(problem: Problem, centred: bool = False) -> NormConfig:
         return _blocks(row, centred)
     if row.vectors <= CTA_VECTORS:
         several = row.vectors > (WARP if row.aligned or "residual" in problem.dtypes else SHORT_CENTRED_ROW)
-        return _centred_row(problem, row) if centred and several else _row(problem, row, centred)
+        if centred and several:
+            return _centred_row(problem, row)
+        return _uneven_row(problem, row, centred) or _row(problem, row, centred)
     return _long_row(problem, row, centred)
 
 
@@ -158,6 +161,16 @@ def _blocks(row: RowProblem, centred: bool) -> NormConfig:
     share = next((share for share in (8, 16) if row.n <= share * columns and row.itemsize == 2), WARP)
     resident = 8 if row.n <= share * FEW_BLOCKS_COLUMNS else 6 if row.n <= share * BLOCKS_COLUMNS else 5
     return NormConfig("blocks", BLOCKS_THREADS, share, resident=resident, unroll=BLOCKS_UNROLL[row.itemsize])
+
+
+def _uneven_row(problem: Problem, row: RowProblem, centred: bool) -> NormConfig | None:
+    """A short row of one input whose threads have several vectors: 305834 x 192 takes 0.97 of a copy's rate in a layer
+    norm instead of 0.76, 367001 x 160 in an RMS norm 0.98 instead of 0.87. None for other rows.
+    """
+    share = uneven_share(row)
+    if share is None or "residual" in problem.dtypes or bytes_of(problem, COLUMNS) > 4:
+        return None
+    return NormConfig("one_pass", 128, share, unroll=2 if centred else 1, delay_weight_load=not centred)
 
 
 def _row(problem: Problem, row: RowProblem, centred: bool) -> NormConfig:
@@ -322,6 +335,10 @@ SHORT_THREADS = 128
 # The same number of threads with gradients of weight and bias: where a thread has many columns, for unaligned rows, and
 # for others.
 MANY_COLUMNS_THREADS, UNALIGNED_SUMS_THREADS, SUMS_THREADS = 768, 576, 384
+# Rows off a vector that four CTAs of CTA_VECTORS would share are shared by two, of up to HALF_VECTORS, three to a
+# thread: 2482 x 22678 with a residual runs at 0.89 of a copy's rate instead of 0.76, 1701 x 23001 without at 0.78
+# instead of 0.69.
+HALF_VECTORS, HALF_PER_THREAD = 1536, 3
 # Vectors of a CTA's share of a row up to which one row at a time gets a slot more for the rows that arrive.
 DEEPER_VECTORS = 896
 # Balanced CTAs: as many threads as have registers for two sums of each of their columns. No other number of warps would
@@ -336,6 +353,7 @@ def backward(problem: Problem, centred: bool = False) -> NormConfig:
         return _in_step(problem, two_pass)
     row, row_bytes = row_of(problem), problem.n * bytes_of(problem, INPUTS)
     few = _few_rows(problem, row, row_bytes) or _overlapped(problem, row, row_bytes)
+    few = few or (None if centred else _halves_off_a_vector(problem, row, row_bytes))
     return few or _in_step(problem, _persistent_backward(problem, row, row_bytes, centred) or two_pass)
 
 
@@ -401,6 +419,27 @@ def _persistent_backward(problem: Problem, row: RowProblem, row_bytes: int, cent
     config = replace(config, clusters=resident_clusters(problem, cluster) * resident)
     # Large clusters are few: no multiple of the offsets of unaligned rows fills the GPU. So rows are sorted by offset.
     return config if row.aligned or cluster <= 2 else replace(config, sort_period=period_of(row, align))
+
+
+def _halves_off_a_vector(problem: Problem, row: RowProblem, row_bytes: int) -> NormConfig | None:
+    """A long row of 16 bits off a vector, in two CTAs that have an SM each; None for other rows."""
+    touched = row.vectors + row.align_vectors
+    if (
+        _column_sums(problem) > 1
+        or row.aligned
+        or row.itemsize > 2
+        or not 2 * CTA_VECTORS < touched <= 2 * HALF_VECTORS
+        or row.max_cluster < 2
+    ):
+        return None
+    threads = threads_for(-(-touched // 2), HALF_PER_THREAD)
+    slot = threads * HALF_PER_THREAD * row.vector_elements * (row_bytes // row.n)
+    if 2 * slot > row.ring_bytes - PERSISTENT_RESERVED:
+        return None
+    return NormConfig(
+        "persistent", threads, threads, 2, align_vectors=row.align_vectors, stages=2,
+        clusters=resident_clusters(problem, 2), sort_period=period_of(row, row.align_vectors),
+    )  # fmt: skip
 
 
 def _disturb_each_other(problem: Problem, row: RowProblem, cluster: int, sums: int) -> bool:

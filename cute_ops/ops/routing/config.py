@@ -32,7 +32,8 @@ SELECT_FEWER, SELECT_FEWER_SM_THREADS = 128, {True: 1024, False: 768}
 # rows of up to FEW_EXPERTS, of longer ones, and where more than MANY_CHOSEN are sorted, which takes registers. CTAs are
 # large and few, since a last one adds up what each of them has.
 ROUTED_COLUMNS, FEW_EXPERTS, MANY_CHOSEN = {2: 48, 4: 32}, 32, 8
-FEW_ROUTED, ROUTED, MANY_ROUTED = (128, 6), (256, 2), (128, 3)
+FEW_ROUTED: Ladder[tuple[int, int]] = ((8, (256, 6)), (16, (256, 4)), (FEW_EXPERTS, (128, 6)))
+ROUTED, MANY_ROUTED = (256, 2), {2: (128, 4), 4: (128, 3)}
 # (Threads of a CTA, CTAs of an SM) by columns of a thread that sorts but a few of its vectors, in rows of at least
 # SELECTED_ROW logits of 16 bits: 511845 x 256 and k = 8 runs at 0.48 of a copy's rate by 64 columns, at 0.39 by 32;
 # 514690 x 384 and k = 6 at 0.50 by 96, at 0.46 by 48.
@@ -52,7 +53,9 @@ def topk(problem: Problem) -> TopkConfig:
     """Short rows are sorted, several by a warp; in longer ones a bound is found first that few numbers reach."""
     n, k = min(problem.n or SEGMENT, SEGMENT), problem.attrs["k"]
     if n <= SORTED_ROW and k <= SORTED_MOST:
-        return TopkConfig("sort", SORT_THREADS, threads_per_row=_power(-(-n // SORT_COLUMNS)))
+        alone = n * ITEMSIZE[problem.dtypes["x"]] <= VECTOR_BYTES
+        share = _power(-(-n // SORT_COLUMNS))
+        return TopkConfig("sort", SORT_THREADS, threads_per_row=share, unroll=2 if alone else 1)
     threads = max(_power(-(-n // SELECT_COLUMNS)), WARP)
     whole = (problem.n or 1) * ITEMSIZE[problem.dtypes["x"]] % VECTOR_BYTES == 0
     most = SELECT_SM_THREADS[whole]
@@ -73,8 +76,10 @@ def routed(problem: Problem) -> RouteConfig:
     else:
         share = _power(-(-n // ROUTED_COLUMNS[4 if many else itemsize]))
         form = "vectors" if _few_vectors(problem, share) else "route"
-        threads, resident = MANY_ROUTED if many else FEW_ROUTED if n <= FEW_EXPERTS else ROUTED
-    return RouteConfig(form, threads, share, resident=resident, ctas=resident * problem.sm_count)
+        few = step(FEW_ROUTED, n if itemsize == 2 else FEW_EXPERTS) if n <= FEW_EXPERTS else ROUTED
+        threads, resident = MANY_ROUTED[itemsize] if many else few
+    ctas, ahead = resident * problem.sm_count, int(n > FEW_EXPERTS)
+    return RouteConfig(form, threads, share, resident=resident, ctas=ctas, ahead=ahead)
 
 
 def _few_vectors(problem: Problem, share: int) -> bool:
@@ -138,6 +143,9 @@ def _gathered(problem: Problem, most: int, each: int) -> GatherConfig:
     vectors = -(-n // vec)
     unroll = max(GATHERED_VECTORS // each, 1)
     share = threads_for(vectors, unroll, most)
+    steps = -(-vectors // (share * unroll))
+    if share == most > WARP and vectors % (steps * unroll * WARP) == 0:
+        share = vectors // (steps * unroll)  # 2560 columns run at 0.98 of a copy's rate by 160, by 256 at 0.82
     return GatherConfig(max(SORT_THREADS // share, 1) * share, share, unroll)
 
 
