@@ -213,7 +213,8 @@ def fits(
 
 def _may_be_halves(epilogue: Epilogue, count: int, packed: bool, caller: str) -> list[bool]:
     """Which of the operands may be two halves: all beside a packed product; else those that a text reads so."""
-    function = _meant(epilogue, caller)
+    # Dynamo cannot trace what looks at a function that was made in what it compiles.
+    function = _meant(epilogue, caller) if isinstance(epilogue, str) else epilogue
     if packed or not isinstance(function, str):
         return [packed] * count
     read = [each.packed for each in parse(function).operands[1:]]
