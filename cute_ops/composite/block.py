@@ -73,6 +73,8 @@ class Block(Generic[Array]):
         """``out = (activation(x @ gate.T) * (x @ up.T)) @ w_down.T``, where gate and up are the halves of w_gate_up."""
         if self._products.converts():
             x, w_gate_up, w_down = self._products.operands(x, w_gate_up, w_down)
+        if columns := self._products.columns_to_vectors(x, w_down, transposed, fused):
+            w_gate_up, w_down = self._widened(x, w_gate_up, w_down, columns, transposed, (2,), halves)
         packed: Any = w_gate_up
         function = self._gated_mlp(save, transposed, packed.ndim > 2 and not halves, halves)
         return function(x, w_gate_up, w_down, activation, fused)  # type: ignore[no-any-return]
@@ -85,6 +87,28 @@ class Block(Generic[Array]):
         """``out = activation(x @ w_up.T + b_up) @ w_down.T + b_down``; biases may be None."""
         if self._products.converts():
             x, w_up, w_down = self._products.operands(x, w_up, w_down)
+        if columns := self._products.columns_to_vectors(x, w_down, transposed, fused):
+            before = w_up
+            w_up, w_down = self._widened(x, w_up, w_down, columns, transposed)
+            if b_up is not None and w_up is not before:
+                b_up = self._products.widened(b_up, -1, columns)
         weight: Any = w_up
         function = self._mlp(save, transposed, weight.ndim > 2)
         return function(x, w_up, w_down, b_up, b_down, activation, fused)  # type: ignore[no-any-return]
+
+    def _widened(
+        self, x: Any, first: Any, w_down: Any, columns: int, transposed: bool, parts: tuple[int, ...] = (),
+        apart: bool = True,
+    ) -> tuple[Array, Array]:  # fmt: skip
+        """The weights of an MLP, of which the first has so many parts, with zeros for more hidden columns; as they are
+        where their shapes do not fit together, which the op says.
+        """
+        k, n, rows = x.shape[-1], w_down.shape[0 if transposed else -1], 1 if not parts else 2
+        shape = (k, *parts, n) if transposed else (*parts, n, k)
+        packed = (k, rows * n) if transposed else (rows * n, k)
+        if first.shape != (shape if apart else packed):
+            return first, w_down
+        wide = self._products.widened(first.reshape(shape), -1 if transposed else -2, columns)
+        if not apart:
+            wide = wide.reshape((k, -1) if transposed else (-1, k))
+        return wide, self._products.widened(w_down, -2 if transposed else -1, columns)

@@ -80,6 +80,14 @@ class Products(ABC, Generic[Array]):
     def expanded(self, array: Any, fit: Fit) -> Any:
         """An operand, broadcast as it meets the product."""
 
+    def columns_to_vectors(self, x: Any, w_down: Any, transposed: bool, fused: str) -> int:
+        """Columns by which an MLP's hidden layer is widened, so that its rows begin at whole vectors."""
+        return 0
+
+    def widened(self, array: Any, axis: int, columns: int) -> Any:
+        """An array with so many zeros behind an axis, -1 or -2."""
+        raise NotImplementedError
+
     def traced(self, caller: Caller, epilogue: Epilogue, *call: Any) -> tuple[Function, Fits]:
         """While a compiler traces: :meth:`choose` of a call, whose op is a constant to the compiler."""
         raise NotImplementedError

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
 from cute_ops.composite.products import Caller, Fits, Function, Products
 from cute_ops.declaration.op import Op
+from cute_ops.hardware import VECTOR_BYTES
 from cute_ops.ops.expression.broadcast import Fit
 from cute_ops.ops.gemm import by_call
 from cute_ops.ops.gemm.by_call import Epilogue
 from cute_ops_torch.composite.autocast import autocast, enabled
 from cute_ops_torch.composite.constant import attribute, constant, functions, guard, traced, whole
+from cute_ops_torch.library.modes import EXACT
 from cute_ops_torch.library.tensors import array
 from cute_ops_torch.registry import define
 
 Tensor = torch.Tensor
+HALF, VECTOR = (torch.bfloat16, torch.float16), VECTOR_BYTES // 2
+# Rows of an MLP's input from which on an odd hidden layer is widened, by its columns: without and with a gradient.
+LEAST_ROWS = 6, 2
 constant(by_call.read_by_halves)  # torch.compile calls it, and does not trace it
 
 
@@ -30,6 +37,21 @@ class TorchProducts(Products[Tensor]):
 
     def operands(self, *arrays: Tensor) -> tuple[Tensor, ...]:
         return autocast(*arrays)
+
+    def columns_to_vectors(self, x: Any, w_down: Any, transposed: bool, fused: str) -> int:
+        if self.tracing() or fused != "auto" or type(x) not in EXACT or type(w_down) not in EXACT or w_down.ndim != 2:
+            return 0
+        n = w_down.shape[0 if transposed else -1]
+        if n % VECTOR == 0 or not x.is_cuda or x.dtype not in HALF or not x.ndim:
+            return 0
+        # Copies of the hidden layer and of its gradient, and stores off a vector, take longer than a copy of the
+        # weights if there are rows enough.
+        rows, columns = math.prod(x.shape[:-1]), max(x.shape[-1], w_down.shape[1 if transposed else 0])
+        differentiated = torch.is_grad_enabled() and (x.requires_grad or w_down.requires_grad)
+        return -n % VECTOR if rows >= LEAST_ROWS[differentiated] * columns else 0
+
+    def widened(self, array: Tensor, axis: int, columns: int) -> Tensor:
+        return F.pad(array, (0, 0) * (-1 - axis) + (0, columns))
 
     def function(self, op: Op) -> Function:
         return define(op).function

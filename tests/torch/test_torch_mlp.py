@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional as F
 
 import cute_ops_torch
 from cute_ops.composite.mlp import ACTIVATIONS
+from cute_ops_torch.composite import products as composite
+from cute_ops_torch.composite.products import products
 from tests.torch.test_torch_wanted_gradients import Recorded
 
 EXACT = {
@@ -187,3 +190,47 @@ def test_rows_that_lie_apart() -> None:
     apart = torch.stack([x, x], 1).flatten(1)[:, :24]
     given = apart, w_up.T.contiguous().T, torch.stack([b_up, b_up], 1)[:, 0], w_down.T.contiguous().T, b_down
     torch.testing.assert_close(cute_ops_torch.mlp(*given), expected)
+
+
+def test_which_hidden_layers_are_widened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Odd ones of 16 bits on a GPU, of rows enough, unless a form is asked for."""
+    monkeypatch.setattr(composite, "EXACT", {FakeTensor, torch.nn.Parameter})
+    with FakeTensorMode():
+
+        def columns(m: int, n: int, dtype: torch.dtype = torch.bfloat16, device: str = "cuda", fused: str = "auto") -> int:
+            x = torch.empty(4, m // 4, 24, dtype=dtype, device=device)
+            down = torch.empty(20, n, dtype=dtype, device=device, requires_grad=True)
+            return products.columns_to_vectors(x, down, False, fused)
+
+        assert [columns(48, 33), columns(44, 33), columns(48, 40), columns(48, 36, torch.float16)] == [7, 0, 0, 4]
+        assert not columns(96, 33, torch.float32) and not columns(96, 33, device="cpu")
+        assert not columns(96, 33, fused="never")
+        with torch.no_grad():
+            assert [columns(140, 33), columns(144, 33)] == [0, 7]
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_widened_hidden_layers(transposed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values and gradients are the same, and so are their shapes."""
+    generator, (k, n, p) = torch.Generator().manual_seed(0), (24, 33, 20)
+
+    def made(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).div(4).requires_grad_()
+
+    first = made(k, n) if transposed else made(n, k)
+    gated = [made(k, 2, n), made(k, 2 * n)] if transposed else [made(2, n, k), made(2 * n, k)]
+    x, bias, down = made(7, k), made(n), made(n, p) if transposed else made(p, n)
+    calls: list[tuple[Any, ...]] = [(cute_ops_torch.mlp, x, first, bias, down)]
+    calls += [(partial(cute_ops_torch.gated_mlp, halves=w.ndim == 3), x, w, down) for w in gated]
+    for function, *given in calls:
+
+        def run() -> list[torch.Tensor]:
+            out = function(*given, transposed=transposed)
+            return [out, *torch.autograd.grad(out.square().sum(), given)]
+
+        expected = run()
+        with monkeypatch.context() as patch:
+            patch.setattr(type(products), "columns_to_vectors", lambda *_: 7)
+            torch.testing.assert_close(run(), expected)
+            with pytest.raises(ValueError, match="k=23"):
+                function(x[:, 1:], *given[1:], transposed=transposed)
