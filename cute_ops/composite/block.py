@@ -74,7 +74,9 @@ class Block(Generic[Array]):
         if self._products.converts():
             x, w_gate_up, w_down = self._products.operands(x, w_gate_up, w_down)
         if columns := self._products.columns_to_vectors(x, w_down, transposed, fused):
-            w_gate_up, w_down = self._widened(x, w_gate_up, w_down, columns, transposed, (2,), halves)
+            w_gate_up, w_down = self._widened(
+                x, w_gate_up, w_down, columns, transposed=transposed, parts=(2,), apart=halves
+            )
         packed: Any = w_gate_up
         function = self._gated_mlp(save, transposed, packed.ndim > 2 and not halves, halves)
         return function(x, w_gate_up, w_down, activation, fused)  # type: ignore[no-any-return]
@@ -89,7 +91,7 @@ class Block(Generic[Array]):
             x, w_up, w_down = self._products.operands(x, w_up, w_down)
         if columns := self._products.columns_to_vectors(x, w_down, transposed, fused):
             before = w_up
-            w_up, w_down = self._widened(x, w_up, w_down, columns, transposed)
+            w_up, w_down = self._widened(x, w_up, w_down, columns, transposed=transposed)
             if b_up is not None and w_up is not before:
                 b_up = self._products.widened(b_up, -1, columns)
         weight: Any = w_up
@@ -97,7 +99,7 @@ class Block(Generic[Array]):
         return function(x, w_up, w_down, b_up, b_down, activation, fused)  # type: ignore[no-any-return]
 
     def _widened(
-        self, x: Any, first: Any, w_down: Any, columns: int, transposed: bool, parts: tuple[int, ...] = (),
+        self, x: Any, first: Any, w_down: Any, columns: int, *, transposed: bool, parts: tuple[int, ...] = (),
         apart: bool = True,
     ) -> tuple[Array, Array]:  # fmt: skip
         """The weights of an MLP, of which the first has so many parts, with zeros for more hidden columns; as they are

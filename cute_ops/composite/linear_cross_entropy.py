@@ -28,6 +28,7 @@ from cute_ops.declaration.split import Sharding, Split
 from cute_ops.declaration.tensor import Tensor
 from cute_ops.errors import shown
 from cute_ops.ops.checks import no_columns
+from cute_ops.ops.gemm.linear import linear, linear_dx
 from cute_ops.ops.reduction.cross_entropy import (
     DTYPES,
     FINISH,
@@ -124,7 +125,7 @@ def _rows(
     xp: Any, call: Call, inputs: Arrays, attrs: Arrays, wanted: Collection[str] = tuple(cross_entropy.outputs)
 ) -> Arrays:
     """Loss of each row, and its log-sum-exp as two numbers, as far as they are wanted."""
-    chunks: Chunks = xp.chunks(_flat(inputs), attrs, ())
+    chunks: Chunks = xp.chunks(_flat(inputs), attrs, (), call=call)
 
     def body(found: dict[str, Any], at: Any) -> dict[str, Any]:
         given = {"logits": chunks.logits(at), "target": chunks.cut("target", at)}
@@ -137,7 +138,7 @@ def _rows(
 
 def _rows_bwd(wanted: Collection[str], xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
     """The gradients for a cotangent of each row's loss, from logits that are computed again."""
-    chunks: Chunks = xp.chunks(_flat(inputs), attrs, wanted)
+    chunks: Chunks = xp.chunks(_flat(inputs), attrs, wanted, call=call)
 
     def body(sums: dict[str, Any], at: Any) -> dict[str, Any]:
         rows = {name: chunks.cut(name, at) for name in ("target", *_SAVED)}
@@ -159,7 +160,7 @@ def _step(wanted: Collection[str], xp: Any, call: Call, inputs: Arrays, attrs: A
     else:
         one = _mean(xp.ones((), inputs["hidden"]), inputs["count"])
     dloss = xp.broadcast_to(one, inputs["target"].shape)
-    chunks: Chunks = xp.chunks(_flat({**inputs, "dloss": dloss}), attrs, wanted, share=True)
+    chunks: Chunks = xp.chunks(_flat({**inputs, "dloss": dloss}), attrs, wanted, share=True, call=call)
 
     def body(state: tuple[Any, dict[str, Any]], at: Any) -> tuple[Any, dict[str, Any]]:
         losses, sums = state
@@ -236,6 +237,7 @@ GRADIENTS = {
     "dbias": Tensor("n", "T", given="bias"),
 }
 _COUNT, MEAN = {"count": Tensor("", "C", optional=True)}, {"mean": False}
+_STEPS = cross_entropy, cross_entropy_bwd, cross_entropy_step, kept_mean
 SCALED = {f"d{name}": f"{name}_gradient" for name in ("hidden", "weight", "bias")}
 
 
@@ -275,7 +277,7 @@ def wanted_gradients(names: Collection[str]) -> dict[str, Tensor]:
 
 def _declare_rows_bwd(name: str, outputs: Collection[str]) -> Op:
     return _declare(
-        name, partial(_rows_bwd, outputs), (cross_entropy_bwd,), dict.fromkeys(_SAVED, ROW),
+        name, partial(_rows_bwd, outputs), (linear, linear_dx, cross_entropy_bwd), dict.fromkeys(_SAVED, ROW),
         wanted_gradients(outputs), narrow=_declare_rows_bwd,
     )  # fmt: skip
 
@@ -283,7 +285,7 @@ def _declare_rows_bwd(name: str, outputs: Collection[str]) -> Op:
 def _declare_step(name: str, outputs: Collection[str]) -> Op:
     wanted = [n for n, gradient in SCALED.items() if gradient in outputs]
     return _declare(
-        name, partial(_step, wanted), (cross_entropy, cross_entropy_bwd, cross_entropy_step, kept_mean), _COUNT,
+        name, partial(_step, wanted), (linear, linear_dx, *_STEPS), _COUNT,
         {**_LOSS, **{SCALED[n]: t for n, t in wanted_gradients(wanted).items()}}, MEAN, narrow=_declare_step,
         scaled={n.removeprefix("d"): SCALED[n] for n in wanted},
         no_gradient=("count", *(n.removeprefix("d") for n in SCALED if n not in wanted)) if wanted else (),
@@ -292,11 +294,11 @@ def _declare_step(name: str, outputs: Collection[str]) -> Op:
 
 _LOSS = {"loss": Tensor("", "float32")}
 linear_cross_entropy_rows = _declare(
-    "linear_cross_entropy_rows", _rows, (cross_entropy,), {}, cross_entropy.outputs, finish=FINISH,
+    "linear_cross_entropy_rows", _rows, (linear, cross_entropy), {}, cross_entropy.outputs, finish=FINISH,
     grad=_declare_rows_bwd("linear_cross_entropy_rows_bwd", tuple(GRADIENTS)),
 )  # fmt: skip
 linear_cross_entropy_total = _declare(
-    "linear_cross_entropy_total", _total, (cross_entropy, kept_mean), _COUNT, _LOSS, MEAN,
+    "linear_cross_entropy_total", _total, (linear, cross_entropy, kept_mean), _COUNT, _LOSS, MEAN,
     saving=_declare_step("linear_cross_entropy_step", ("loss", *SCALED.values())),
     scaled={name.removeprefix("d"): gradient for name, gradient in SCALED.items()}, no_gradient=("count",),
 )  # fmt: skip

@@ -29,7 +29,9 @@ class Chunks:
         share: means nothing here: XLA places arrays.
     """
 
-    def __init__(self, inputs: Arrays, attrs: Mapping[str, Any], wanted: Collection[str], share: bool = False) -> None:
+    def __init__(
+        self, inputs: Arrays, attrs: Mapping[str, Any], wanted: Collection[str], share: bool = False, call: Any = None
+    ) -> None:  # products are XLA's
         self.inputs, self.attrs, self.wanted = inputs, attrs, wanted
         self.hidden, self.weight, self.bias = inputs["hidden"], inputs["weight"], inputs["bias"]
         # In an exported program. Rows are then gathered and scattered, since it is not known that a chunk's fit.

@@ -15,11 +15,14 @@ import torch
 
 from cute_ops.composite import chunks
 from cute_ops.constants import make_room
+from cute_ops.ops.gemm.linear import linear, linear_dx
 from cute_ops_torch.library.tensors import DTYPES
 
 Tensor = torch.Tensor
 State = TypeVar("State")
+Call = Callable[..., Mapping[str, Any]]
 _linear = torch._C._nn.linear
+_AUTO, _HALF = {"fused": "auto"}, (torch.bfloat16, torch.float16)
 # Bytes that rows of logits begin at multiples of, and of which products take multiples: cuBLAS multiplies 50257 classes
 # four to six times as long as 50256, which is why the others are a product of their own.
 _ALIGNMENT = 16
@@ -40,6 +43,7 @@ class Chunks:
         wanted: the gradients to sum up.
         share: whether the gradient of the hidden states may share an array with the logits.
         largest: where ranks share the classes, the most that one has: all must have the same chunks.
+        call: runs an op, as a program's; a product that makes a result is ours then, where that is faster.
 
     Attributes:
         rows: how many there are, with those that are left out.
@@ -55,7 +59,7 @@ class Chunks:
 
     def __init__(
         self, inputs: Mapping[str, Any], attrs: Mapping[str, Any], wanted: Collection[str], share: bool = False,
-        largest: int = 0,
+        largest: int = 0, call: Call | None = None,
     ) -> None:  # fmt: skip
         self.rows: int = inputs["hidden"].shape[0]
         self.kept = _rows_that_count(inputs, attrs)
@@ -63,6 +67,7 @@ class Chunks:
         self.hidden: Tensor = inputs["hidden"]
         self.weight: Tensor = inputs["weight"]
         self.bias: Tensor | None = inputs["bias"]
+        self._call = _of_kernels(call, self.hidden)
         rows, width = self.hidden.shape
         classes, step = self.weight.shape[0], max(_ALIGNMENT // self.hidden.dtype.itemsize, 1)
         self.pitch: int = -(-classes // step) * step
@@ -154,6 +159,8 @@ class Chunks:
         beginning.
         """
         hidden, weight, bias = (self.inputs[f"{head}{name}"] for name in ("hidden", "weight", "bias"))
+        if self.alone and self._call and bias is None:
+            return self._call(linear, {"x": hidden, "weight": weight}, _AUTO)["out"]  # type: ignore[no-any-return]
         if self.alone:
             return _linear(hidden, weight, bias)
         shape = at.stop - at.start, self.pitch
@@ -182,6 +189,8 @@ class Chunks:
         return self._sums
 
     def put_product(self, array: Tensor, at: slice, a: Tensor, b: Tensor) -> Tensor:
+        if self._made() and self._call:
+            return self._call(linear_dx, {"dout": a, "weight": b}, _AUTO)["dx"]  # type: ignore[no-any-return]
         if self._made():
             return torch.mm(a, b)
         # Rounded once: the large product is added to the small one before it is stored.
@@ -218,6 +227,11 @@ class Chunks:
         if "dhidden" in found:
             found["dhidden"] = self.all_rows(found["dhidden"])
         return found
+
+
+def _of_kernels(call: Call | None, like: Tensor) -> Call | None:
+    """``call`` where our kernels multiply tensors like this one."""
+    return call if like.is_cuda and like.dtype in _HALF else None
 
 
 class Kept(NamedTuple):

@@ -197,7 +197,9 @@ def test_which_hidden_layers_are_widened(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(composite, "EXACT", {FakeTensor, torch.nn.Parameter})
     with FakeTensorMode():
 
-        def columns(m: int, n: int, dtype: torch.dtype = torch.bfloat16, device: str = "cuda", fused: str = "auto") -> int:
+        def columns(
+            m: int, n: int, dtype: torch.dtype = torch.bfloat16, device: str = "cuda", fused: str = "auto"
+        ) -> int:  # fmt: skip
             x = torch.empty(4, m // 4, 24, dtype=dtype, device=device)
             down = torch.empty(20, n, dtype=dtype, device=device, requires_grad=True)
             return products.columns_to_vectors(x, down, False, fused)
@@ -222,15 +224,15 @@ def test_widened_hidden_layers(transposed: bool, monkeypatch: pytest.MonkeyPatch
     x, bias, down = made(7, k), made(n), made(n, p) if transposed else made(p, n)
     calls: list[tuple[Any, ...]] = [(cute_ops_torch.mlp, x, first, bias, down)]
     calls += [(partial(cute_ops_torch.gated_mlp, halves=w.ndim == 3), x, w, down) for w in gated]
+
+    def run(function: Any, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        out = function(*given, transposed=transposed)
+        return [out, *torch.autograd.grad(out.square().sum(), given)]
+
     for function, *given in calls:
-
-        def run() -> list[torch.Tensor]:
-            out = function(*given, transposed=transposed)
-            return [out, *torch.autograd.grad(out.square().sum(), given)]
-
-        expected = run()
+        expected = run(function, given)
         with monkeypatch.context() as patch:
             patch.setattr(type(products), "columns_to_vectors", lambda *_: 7)
-            torch.testing.assert_close(run(), expected)
+            torch.testing.assert_close(run(function, given), expected)
             with pytest.raises(ValueError, match="k=23"):
                 function(x[:, 1:], *given[1:], transposed=transposed)
