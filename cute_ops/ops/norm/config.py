@@ -77,12 +77,18 @@ CENTRED_VECTORS, FEWER_CENTRED_VECTORS, DEEPEST_ROW = 6, 4, 640
 # Threads of an unaligned row of up to a warp's vectors that a layer norm's persistent CTA takes: 412935 x 201 with
 # float32 parameters takes 107 us in place of 274. Rows of up to SHORT_CENTRED_ROW vectors take longer so.
 SHORT_CENTRED_THREADS, SHORT_CENTRED_ROW = 8, 12
-# Unaligned rows of more than SHORTEST_ROW vectors of which a thread takes single elements: columns of a thread at most,
-# and of eight CTAs of BLOCKS_THREADS on an SM, not of six; MOST of layer norms whose parameters have 16 bits. Threads
-# of a row: the fewest of a layer norm, whose sums take most; by BLOCKS_LEAST of an RMS norm. 416455 x 141 runs at 0.94
-# and 0.97 of a copy's rate, by vectors at 0.68 and 0.69; layer norms of 721 at 0.89, by vectors at 0.79, but of 1001 at
-# 0.80 and 0.85. In float32 rows have a warp: 203 columns run at 0.95, by vectors at 0.83; RMS norms gain nothing.
-BLOCKS_COLUMNS, MOST_BLOCKS_COLUMNS, FEW_BLOCKS_COLUMNS, BLOCKS_LEAST = 18, 23, 13, 4
+# Form `blocks`: unaligned rows of more than SHORTEST_ROW vectors, of which a thread takes single columns. 416455 x 141
+# runs at 0.94 (layer norm) and 0.97 (RMS norm) of a copy's rate, by vectors at 0.68 and 0.69; layer norms of 721
+# columns at 0.89, by vectors at 0.79, but of 1001 at 0.80 and 0.85.
+# Columns of a thread at most, and of layer norms whose parameters have 16 bits.
+BLOCKS_COLUMNS, MOST_BLOCKS_COLUMNS = 18, 23
+# Up to so many columns of a thread an SM has eight CTAs, then six. In float32 only layer norms take this form, up to
+# these: 203 columns run at 0.95, by vectors at 0.83; RMS norms gain nothing.
+FEW_BLOCKS_COLUMNS = 13
+# Columns of a thread of an RMS norm's row, as far as a warp suffices. Layer norms, whose sums take most, have the
+# fewest threads that hold a row.
+BLOCKS_LEAST = 4
+# Threads of a CTA, and groups of rows that it loads at once by the bytes of an element.
 BLOCKS_THREADS, BLOCKS_UNROLL = 128, {2: 4, 4: 2}
 # Vectors of a row whose weight and bias the registers of one persistent CTA hold.
 PERSISTENT_VECTORS = 3200
@@ -320,12 +326,14 @@ SECTOR_VECTORS, SECTORS_FROM_ROWS = 2, 1024
 # aligned.
 SPAN_OF_TWO_SUMS, SPAN = 1600, {True: 1024, False: 2048}
 # By the vectors of a CTA: vectors of a thread, and threads of an SM that have registers for the sums of their columns.
-# UNALIGNED: rows in one or two CTAs. HALVES: rows that one CTA could hold, in two. NARROW_CTA, WIDE_CTA: other rows in
-# one CTA, of 16 and of 32 bits. CLUSTERED, WIDE_CLUSTERED: all others.
+# Unaligned rows in one or two CTAs.
 UNALIGNED: Ladder[tuple[int, int]] = ((512, (1, 1152)), (1024, (2, 640)))
+# Rows in two CTAs that one could hold.
 HALVES: Ladder[tuple[int, int]] = ((256, (1, 768)), (512, (2, 576)))
+# Other rows in one CTA, of 16 and of 32 bits.
 NARROW_CTA: Ladder[tuple[int, int]] = ((384, (1, 1024)), (768, (2, 800)), (math.inf, (4, 512)))
 WIDE_CTA: Ladder[tuple[int, int]] = ((384, (1, 1024)), (768, (2, 800)), (math.inf, (2, 512)))
+# Other rows in several CTAs, of 16 and of 32 bits.
 CLUSTERED: Ladder[tuple[int, int]] = ((384, (1, 1024)), (1024, (2, 800)), (math.inf, (4, 800)))
 WIDE_CLUSTERED: Ladder[tuple[int, int]] = ((384, (1, 1024)), (1024, (2, 1152)), (math.inf, (4, 800)))
 # Short unaligned rows: threads of a row by its vectors, and of an SM; threads of a CTA. With a vector each they would
