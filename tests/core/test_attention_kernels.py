@@ -14,8 +14,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cute_ops import Op, mods
+from cute_ops import Op, mods, testing
 from cute_ops.declaration.binding import bind
+from cute_ops.declaration.case import Case
 from cute_ops.declaration.shapes import Array
 from cute_ops.expressions.reference import evaluate
 from cute_ops.jit.compile_pool import worker
@@ -39,7 +40,8 @@ from cute_ops.kernels.attention.softmax import (
 from cute_ops.ops.attention.attention import attention, attention_bwd
 from cute_ops.ops.attention.by_call import Captured, kind_of, op_of_call
 from cute_ops.ops.attention.mods import LARGE_CAP, gradient_of, mask_mod, score_of
-from tests.emulator import products, ptx_cta, ptx_sm90
+from cute_ops.testing.kernel_calls import Call as KernelCall
+from tests.emulator import device, products, ptx_cta, ptx_sm90
 from tests.emulator.launches import HostCode
 from tests.ops.attention_calls import NO_FUNCTIONS, Bounded, Call, Functions, arrays, expected
 
@@ -304,6 +306,20 @@ def test_results(call: Call, tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", range(3))
 def test_results_with_functions_that_read_arrays(number: int, tmp_path: Path) -> None:
     _check_results(*modded(number), tmp_path)
+
+
+@pytest.mark.drawn(0.4)
+@pytest.mark.slow
+@products.emulated
+def test_rows_without_a_key_have_the_sink_alone(tmp_path: Path) -> None:
+    """However small it is, with a soft cap, too."""
+    names, dims = ("q", "k", "v", "sinks"), {"m": (1,), "s": 70, "t": 50, "g": 1, "r": 2, "d": 64, "e": 64}
+    arrays = {**testing.inputs(attention, Case("", dims), "bfloat16"), "sinks": np.array([-200.0, 3.0], np.float32)}
+    where = {name: Memory(compact(arrays[name].shape)) for name in names}
+    attrs = {**attention.attrs, "causal": True, "softcap": 30.0}
+    out, lse = device.run(KernelCall(attention, arrays, where, attrs, "", lambda _: arrays), tmp_path)
+    assert not out[:, :20].astype(np.float32).any()
+    np.testing.assert_allclose(lse[0, :, :20], np.repeat([[-200.0], [3.0]], 20, 1), rtol=1e-6)
 
 
 @pytest.mark.slow

@@ -215,6 +215,8 @@ class OnlineSoftmax:
             total, highest = rSum[r], self.log2(rMax[r])
             for offset in (2, 1):
                 total = total + cute.arch.shuffle_sync_bfly(total, offset=offset)
+            if self.least > -math.inf:
+                highest = cutlass.select_(total == 0.0, -Float32.inf, highest)
             share = Float32(1.0)
             if sink is not None:
                 score = sink * Float32(LOG2_E)
