@@ -78,6 +78,8 @@ def routed(problem: Problem) -> RouteConfig:
         form = "vectors" if _few_vectors(problem, share) else "route"
         few = step(FEW_ROUTED, n if itemsize == 2 else FEW_EXPERTS) if n <= FEW_EXPERTS else ROUTED
         threads, resident = MANY_ROUTED[itemsize] if many else few
+        # More than two that are sorted take more registers than six large CTAs leave.
+        resident = min(resident, 5) if threads == 256 and problem.attrs["k"] > 2 else resident
     ctas, ahead = resident * problem.sm_count, int(n > FEW_EXPERTS)
     return RouteConfig(form, threads, share, resident=resident, ctas=ctas, ahead=ahead)
 
