@@ -82,6 +82,17 @@ def test_gradients_of_any_number_of_packed_sequences(fake_kernels: Any, determin
     assert "attention_packed_bwd" in text
 
 
+def test_decoding_from_any_number_of_pages(fake_kernels: Any) -> None:
+    batch, pages, each = jax.export.symbolic_shape("b, p, t")
+    lengths, table = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((batch,), (batch, each)))
+    q, cache = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((batch, 1, 32, 128), (pages, 16, 8, 128)))
+    text = exporting._serialized(cute_ops_jax.decode_attention, ["cuda"], 0, [q, cache, cache, lengths, table], {})[1]
+    assert "cute_decode_attention" in text
+    q, cache = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((batch, 1, 16, 576), (pages, 64, 576)))
+    text = exporting._serialized(cute_ops_jax.mla_decode, ["cuda"], 0, [q, cache, lengths, table], {})[1]
+    assert "cute_mla_decode" in text
+
+
 def test_scratch_arrays_of_whole_tiles_are_no_longer() -> None:
     (length,) = jax.export.symbolic_shape("s")
     found = any_size._size(

@@ -130,7 +130,7 @@ def check(binding: Binding) -> str | None:
     if problem := wrong_batch(binding):
         return problem
     keys = room(binding)
-    if keys > LONGEST:
+    if isinstance(keys, int) and keys > LONGEST:
         return f"a sequence has at most {LONGEST} keys, got room for {keys}."
     if attrs["window"] < 0:
         return f"window is not negative, got {attrs['window']}."

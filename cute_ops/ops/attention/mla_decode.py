@@ -66,7 +66,7 @@ def check(binding: Binding) -> str | None:
         said = "without page_table the cache is (batch, capacity, d)"
         return f"{said}, got p={dims['p']} of them for b={dims['b']} sequences."
     keys = dims["c"] * (dims["t"] if paged else 1)
-    if keys > LONGEST:
+    if isinstance(keys, int) and keys > LONGEST:
         return f"a sequence has at most {LONGEST} keys, got room for {keys}."
     if attrs["scale"] <= 0:
         return f"scale is a positive number, 1 / sqrt of the headdim before absorption; got {attrs['scale']}."
