@@ -176,7 +176,7 @@ def _uneven_row(problem: Problem, row: RowProblem, centred: bool) -> NormConfig 
     if row.n >= WARP * VECTOR_BYTES or "residual" in problem.dtypes:  # a warp's vectors, whatever the dtype
         return None
     share = uneven_share(row)
-    if share is None or bytes_of(problem, COLUMNS) > 4:
+    if share is None or bytes_of(problem, COLUMNS) > 8:
         return None
     return NormConfig("one_pass", 128, share, unroll=2 if centred else 1, delay_weight_load=not centred)
 

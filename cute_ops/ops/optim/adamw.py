@@ -28,20 +28,23 @@ CASES = (
 ROWS = {"param": "P", "grad": "G", "exp_avg": "S", "exp_avg_sq": "S"}
 
 
-def _segments(problem: Problem) -> MapConfig:
-    """One vector of every tensor per thread; a row is cut into as few CTAs as hold it. Of 16 bits they are smaller,
-    since an SM has no room for two large ones: 1020 x 13824 runs at 0.95 of a copy's rate by four, at 0.89 by two.
+def segments(problem: Problem, most: int = CTA_VECTORS) -> MapConfig:
+    """One vector of every tensor per thread; a row is cut into as few CTAs of ``most`` vectors as hold it. Of 16 bits
+    they are smaller, since an SM has no room for two large ones: 1020 x 13824 runs at 0.95 of a copy's rate by four, at
+    0.89 by two.
     """
     if problem.n is None:
         return MapConfig("elements", 256)
     row = row_of(problem, tuple(ROWS))
-    small = row.itemsize == 2 and row.touched > CTA_VECTORS
-    segments = -(-row.touched // (SEGMENT_VECTORS if small else CTA_VECTORS))
-    share = threads_for(-(-row.touched // segments), 1)
-    return MapConfig("segments", max(128, share), share, align_vectors=row.align_vectors, segments=segments)
+    if row.itemsize == 2 and row.touched > CTA_VECTORS:
+        most = min(most, SEGMENT_VECTORS)
+    count = -(-row.touched // most)
+    share = threads_for(-(-row.touched // count), 1)
+    return MapConfig("segments", max(128, share), share, align_vectors=row.align_vectors, segments=count)
 
 
-TUNING = Tuning(_segments, space=vary(threads=(64, 128, 256, 512)))
+SPACE = vary(threads=(64, 128, 256, 512))
+TUNING = Tuning(segments, space=SPACE)
 
 
 def reference(
