@@ -12,13 +12,15 @@ import numpy as np
 import pytest
 
 from cute_ops import testing
+from cute_ops.jit.layout import Memory
 from cute_ops.kernels.attention.config import DecodeConfig, MlaConfig
 from cute_ops.ops.attention.by_call import Captured, kind_of, op_of_call
 from cute_ops.ops.attention.config import Splitting
 from cute_ops.ops.attention.decode_attention import decode_attention
 from cute_ops.ops.attention.merge_states import merge_states
 from cute_ops.ops.attention.mla_decode import mla_decode
-from tests.emulator import products
+from cute_ops.testing.kernel_calls import Call
+from tests.emulator import device, products
 from tests.emulator.calls import EmulatedCall
 from tests.ops.attention_calls import NO_FUNCTIONS, Functions
 from tests.ops.decode_calls import Decoding, arrays, expected, functions_of, latent, of_latent
@@ -31,6 +33,10 @@ CALLS = (
     Decoding((270,), 1, 1, 2, 16, 144, 0, 600, sinks=True),
     Decoding((75, 40), 1, 2, 4, 96, 64, 16, 80, attrs={"window": 60}, holes=True, float8=True),
     Decoding((0, 131, 33), 5, 1, 4, 64, 128, 32, 160, "float16", holes=True, float8=True),  # two tiles of rows
+    # By TMA.
+    Decoding((300, 33), 2, 1, 8, 128, 64, 0, 310, "float16", {"window": 90}, heads_first=True),
+    Decoding((270, 0, 97), 1, 2, 4, 64, 128, 16, 288, sinks=True, holes=True),
+    Decoding((390, 200), 3, 1, 4, 128, 128, 128, 512, holes=True, float8=True),
 )
 
 
@@ -47,18 +53,14 @@ def run(
     if functions.score:
         read = tuple(Captured(name, kind_of(str(a.dtype)), a.ndim) for name, a in captured.items())
         op = op_of_call(functions.score, None, read, form="decode_attention")
-    inputs = {name: {**given, **captured}[name] for name in op.inputs if name in {**given, **captured}}
-    emulated = EmulatedCall(op, inputs, call.attrs, folder)
-    check_shared(folder, DecodeConfig.of(emulated.variant.config).shared(call.d, call.e))
-    rows, splits = emulated.arrays["partial_lse"].shape
-    blocks = -(-call.s * call.r // DecodeConfig.of(emulated.variant.config).rows)
-    ctas = len(call.lengths) * call.g * splits * blocks
-    names = [*(name for name in emulated.arrays if name not in captured), *captured]
-    emulated.run("DecodeAttention", names, [struct.pack("<i", x) for x in (call.g, splits)], ctas)
-    if splits > 1:
-        names = ["partial", "partial_lse", *["sinks"] * call.sinks, "out", "lse"]
-        emulated.run("Combine", names, [struct.pack("<i", splits)], rows)
-    return {name: emulated.arrays[name] for name in ("out", "lse")}
+    inputs = {name: {**given, **captured}.get(name) for name in op.inputs}
+    where = {
+        name: Memory(tuple(stride // a.itemsize for stride in a.strides)) for name, a in inputs.items() if a is not None
+    }
+    made = Call(op, inputs, where, call.attrs, call.name, lambda _: inputs)
+    results = dict(zip(op.results, device.run(made, folder, arch="sm_90a"), strict=True))
+    check_shared(folder, DecodeConfig.of(made.planned()[1].variant.config).shared(call.d, call.e))
+    return {name: a for name, a in results.items() if a is not None}
 
 
 @pytest.mark.drawn(0.4)

@@ -31,7 +31,7 @@ from tests.emulator.ptx_cta import LANES
 
 FEW_SMS = "sm_90a:2"  # CTAs of persistent kernels have several tiles each
 SHARED_UNIT = 128  # bytes of shared memory that a CTA gets at least
-DESCRIPTOR = 128  # bytes for TMA
+DESCRIPTOR, FLOAT16 = 128, 3  # bytes for TMA, and what they say of a dtype
 NAN = 0xFF  # in each byte of memory that nobody has written
 
 
@@ -207,9 +207,11 @@ class Map:
     """A TMA descriptor: address, sizes and strides of five dims, and of these the part that is copied at once."""
 
     def __init__(self, descriptor: bytes, blocks: Sequence[Block]) -> None:
-        address, _, *strides = struct.unpack_from("<QI4I", descriptor)
+        address, format, *strides = struct.unpack_from("<QI4I", descriptor)
         self.block, self.start = address >> 32, address & 0xFFFFFFFF
         self.dtype = blocks[self.block - 1].dtype
+        if self.dtype.itemsize == 1 and format >> 8 & 0xF == FLOAT16:  # pairs of neighbours
+            self.dtype = np.dtype(np.float16)
         self.strides = [self.dtype.itemsize, *(16 * stride for stride in strides)]
         self.sizes = [size + 1 for size in struct.unpack_from("<5I", descriptor, 32)]
         self.box = [size + 1 for size in descriptor[55:60]]

@@ -399,6 +399,8 @@ class Warp(ptx_cta.Cta):
                 taking = [cta for cta in ctas if mask >> cta.rank & 1]
                 taking = taking if "mbarrier::complete_tx::bytes" in op else []
                 self.copy(operands, now, taking, added="reduce" in op)
+            elif "mbarrier::complete_tx::bytes" in op:
+                self.copy_bulk(operands, now)
             elif "commit_group" in op:
                 self.stores[now] += 1
             elif "wait_group" in op:
@@ -520,6 +522,21 @@ class Warp(ptx_cta.Cta):
                     raise IndexError(f"cp.async from byte {start} of {len(block)} to {target[lane]}")
                 self.copies[-1].append((int(target[lane]), int(source[lane]), int(size[lane]), width))
             self.watched(target[now, None] + np.arange(width), now, Access(store=True, by="cp.async"))
+
+    def copy_bulk(self, operands: list[list[str]], now: np.ndarray) -> None:
+        """Neighbouring bytes of memory to shared memory, which an mbarrier counts."""
+        target, source, size, barrier = (sum(self.read(name) for name in each) for each in operands[:4])
+        for lane in np.flatnonzero(now):
+            start, block = int(source[lane]) & 0xFFFFFFFF, self.blocks[int(source[lane]) >> 32]
+            count = int(size[lane])
+            if target[lane] % 16 or start % 16 or count % 16 or start + count > len(block):
+                raise IndexError(f"bulk copy of {count} bytes from byte {start} of {len(block)} to {target[lane]}")
+            read = Access(int(source[lane]) >> 32, mbarrier=int(barrier[lane]))
+            self.watched(start + np.arange(count), self.threads == lane, read)
+            access = Access(store=True, mbarrier=int(barrier[lane]))
+            self.watched(int(target[lane]) + np.arange(count), self.threads == lane, access)
+            self.blocks[0][target[lane] : target[lane] + count] = block[start : start + count]
+            self.cta.arrive(int(barrier[lane]), 0, -count)
 
     def end_copies(self, groups: int) -> None:
         """Copy the first groups of copies."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from cute_ops.declaration.config import KernelConfig
+from cute_ops.hardware import WARP
 from cute_ops.kernels.tensor_core.sizes import MMA_M
 
 MMA_ROWS, PADDING = 16, 8  # rows of an MMA of a warp, and elements between rows in shared memory
@@ -120,9 +121,11 @@ class DecodeConfig(KernelConfig):
             (``any_pages``).
         tiles_m: tiles of 16 queries, of heads that share keys, which a CTA has.
         warps: of a CTA, each with tiles of keys of its own.
-        stages: tiles of keys and values that a warp has in shared memory.
-        keys: of a tile.
+        stages: tiles of keys and values that a warp has in shared memory; tiles of keys or of values that a CTA has
+            there, where TMA loads them.
+        keys: of a warp's tile.
         itemsize: bytes of an element of caches.
+        box: keys that TMA loads at once, of a tile of all warps; 0 where each warp copies its own.
         split_keys: keys after which they are split; 0 where the number of splits is chosen.
         score: the expression of a change of scores; empty if there is none.
     """
@@ -133,6 +136,7 @@ class DecodeConfig(KernelConfig):
     stages: int
     keys: int = MMA_ROWS
     itemsize: int = 2
+    box: int = 0
     split_keys: int = 0
     score: str = ""
 
@@ -140,6 +144,11 @@ class DecodeConfig(KernelConfig):
     def rows(self) -> int:
         """Queries of a CTA."""
         return MMA_ROWS * self.tiles_m
+
+    def slots_bytes(self, d: int, e: int) -> int:
+        """Bytes of the tiles that TMA loads, or of the results that take their place."""
+        tile = self.keys * self.warps * max(d, e) * self.itemsize
+        return max(self.stages * tile, 4 * self.warps * self.rows * (e + 2))
 
     def stage_bytes(self, d: int, e: int) -> int:
         """Bytes of a tile of keys and values: padding keeps eight neighbouring rows in different banks."""
@@ -149,9 +158,12 @@ class DecodeConfig(KernelConfig):
         """Bytes of shared memory: queries and their factors, tiles or results of each warp, which take their place, and
         masks.
         """
+        queries = self.rows * (2 * (d + PADDING) + 4)
+        if self.box:
+            return queries + self.slots_bytes(d, e) + self.stages * (2 * 8 + 4 * (self.keys * self.warps // WARP))
         results = 4 * self.rows * (e + 2)
         ring = self.stages * self.stage_bytes(d, e)
-        return self.rows * (2 * (d + PADDING) + 4) + self.warps * (max(ring, results) + 4 * self.stages)
+        return queries + self.warps * (max(ring, results) + 4 * self.stages)
 
 
 class MergeConfig(KernelConfig):

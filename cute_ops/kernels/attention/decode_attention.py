@@ -104,6 +104,7 @@ class DecodeAttention:
         self.softmax = OnlineSoftmax(*self.mods.outer, GROWTH)
         self.keys = self.config.keys  # of a tile
         self.threads, self.pdl = WARP * self.config.warps, can_use_pdl(variant.arch)
+        self.producers, self.resident, self.carveout = 0, 1, None
         # What stays in registers: queries, beside sums of values.
         self.keeps_queries = queries_fit(self.config.tiles_m, self.d, self.e)
         self.combine, self.tiles = Combine(self.e, self.pdl), tiles_of(self.config.itemsize, self.d, self.e)
@@ -119,16 +120,20 @@ class DecodeAttention:
         blocks = -(-self.rows // self.config.rows)
         given = by_name(self.variant, arguments)
         captured = by_index([given[name] for name in given if name not in Tensors._fields], self.mods)
-        self.kernel(mma, tensors, captured, heads, splits).launch(
-            grid=[batches * heads * splits * blocks, 1, 1], block=[self.threads, 1, 1], stream=stream,
-            use_pdl=self.pdl, min_blocks_per_mp=1,
+        self.kernel(mma, tensors, self._moved(tensors), captured, heads, splits).launch(
+            grid=[batches * heads * splits * blocks, 1, 1], block=[self.threads + self.producers, 1, 1], stream=stream,
+            use_pdl=self.pdl, min_blocks_per_mp=self.resident, preferred_smem_carveout=self.carveout,
         )  # fmt: skip
         if splits > 1:
             results = Results(tensors.partial, tensors.partial_lse, tensors.sinks, tensors.out, tensors.lse)
             self.combine(results, splits, stream)
 
+    def _moved(self, tensors):
+        """What TMA copies: nothing."""
+        return ()
+
     @cute.kernel
-    def kernel(self, mma: cute.TiledMma, tensors, captured, heads: Int32, splits: Int32):
+    def kernel(self, mma: cute.TiledMma, tensors, moved, captured, heads: Int32, splits: Int32):
         tidx = cute.arch.thread_idx()[0]
         warp = cute.arch.make_warp_uniform(tidx // WARP)
         let_next_start(self.pdl)
@@ -141,10 +146,15 @@ class DecodeAttention:
         ring = self._ring(smem, warp)
         if (work.begin < work.end) | (splits == 1):
             self._attend(mma, tensors, work, (sQ, sFactors, ring), (tidx, warp))
-        elif tidx < self.config.rows:
-            row = work.block * self.config.rows + tidx
-            if row < self.rows:
-                tensors.partial_lse[self._place(row, work, heads), work.split] = -Float32.inf
+        else:
+            self._keep_nothing(tensors, work, heads, tidx)
+
+    @cute.jit
+    def _keep_nothing(self, tensors: cutlass.Constexpr, work: cutlass.Constexpr, heads, tidx):
+        """Of a part without keys."""
+        row = work.block * self.config.rows + tidx
+        if (tidx < self.config.rows) & (row < self.rows):
+            tensors.partial_lse[self._place(row, work, heads), work.split] = -Float32.inf
 
     def _work(self, tensors, captured, heads, splits):
         """The CTA's part; row blocks that read the same keys run together."""
@@ -187,14 +197,16 @@ class DecodeAttention:
             pointer = cute.make_ptr(self.product, address, cute.AddressSpace.smem, assumed_align=VECTOR_BYTES)
             shape, strides = (self.keys, width, config.stages), (width + PADDING, 1, stage // 2)
             tiles.append(cute.make_tensor(pointer, cute.make_layout(shape, stride=strides)))
-        results = cute.recast_ptr(base, dtype=Float32)
-        values = cute.make_tensor(results, cute.make_layout((rows, self.e, warps), stride=(self.e, 1, size // 4)))
-        sums = cute.make_tensor(
-            results + rows * self.e, cute.make_layout((2, rows, warps), stride=(rows, 1, size // 4))
-        )
         masks = smem.allocate_array(Int32, warps * config.stages)
         masks = cute.make_tensor(masks + warp * config.stages, cute.make_layout(config.stages))
-        return (*tiles, masks, values, sums)
+        return (*tiles, masks, *self._results(base, size))
+
+    def _results(self, base, size):
+        """Of all warps, so many bytes from one to the next: (row, column, warp) and (largest or sum, row, warp)."""
+        rows, warps, results = self.config.rows, self.config.warps, cute.recast_ptr(base, dtype=Float32)
+        values = cute.make_tensor(results, cute.make_layout((rows, self.e, warps), stride=(self.e, 1, size // 4)))
+        sums = cute.make_layout((2, rows, warps), stride=(rows, 1, size // 4))
+        return values, cute.make_tensor(results + rows * self.e, sums)
 
     @cute.jit
     def _attend(
@@ -217,11 +229,7 @@ class DecodeAttention:
             entry = page_entry(keys, index, tile + warps, lane)
         self._load_queries(tensors.q, (sQ, sFactors), work, tidx)
         cute.arch.barrier()
-        rows, queries = [], []
-        for i in cutlass.range_constexpr(self.config.tiles_m):
-            queries.append(Rows.of(mma, cute.local_tile(sQ, (MMA_ROWS, self.d), (i, 0)), lane, self.keeps_queries))
-            rows.append(self._start(mma, work, i, lane))
-            self._start_factors(rows[i], (tensors.k_scale, sFactors), work, i, lane)
+        rows, queries = self._start_rows(mma, tensors.k_scale, (sQ, sFactors), work, lane)
         operands = self.tiles.operands(mma, sK, sV, lane)
         stage = Int32(0)
         for tile in cutlass.range(first, work.end, warps, unroll=1):
@@ -291,6 +299,16 @@ class DecodeAttention:
         """A row's number in the order of outputs."""
         token, head = self._of_row(row, work)
         return (Int64(work.batch) * self.queries + token) * (heads * self.shared_by) + head
+
+    def _start_rows(self, mma, mScale, shared, work, lane):
+        """For each tile of rows, sums of nothing and queries."""
+        rows, queries = [], []
+        for i in range(self.config.tiles_m):
+            tile = cute.local_tile(shared[0], (MMA_ROWS, self.d), (i, 0))
+            queries.append(Rows.of(mma, tile, lane, self.keeps_queries))
+            rows.append(self._start(mma, work, i, lane))
+            self._start_factors(rows[i], (mScale, shared[1]), work, i, lane)
+        return rows, queries
 
     def _start(self, mma, work, i, lane):
         """Sums of nothing."""

@@ -56,6 +56,9 @@ WARPS, MOST_STAGES, FEWEST_STAGES, RESIDENT = 4, 6, 3, 2
 LEAST_SM_OF_FP8 = 89
 # The longest heads of which a thread has registers for two tiles of queries.
 LONGEST_OF_TWO = 128
+# Tiles that TMA loads: at most so many, of heads up to this one, of which registers hold two CTAs' sums; a row has
+# boxes of at least so many bytes.
+MOST_SLOTS, LONGEST_BOXED, BOX_BYTES, HOPPER = 12, 128, 64, 90
 # Splits of keys: each of so many keys at least; a batch-invariant one. What starting a CTA and combining parts take, as
 # keys that a CTA reads meanwhile.
 LEAST_KEYS, MOST_SPLITS, INVARIANT_KEYS, START, COMBINE = 256, 128, 512, 128, 64
@@ -309,7 +312,9 @@ def merge_states(_: Problem) -> MergeConfig:
 
 
 def decode_attention(own: mods.Own, problem: Problem) -> DecodeConfig:
-    """The most stages with which :data:`RESIDENT` CTAs fit an SM, or one CTA, of fewer warps, where heads are long."""
+    """The most stages with which :data:`RESIDENT` CTAs fit an SM, or one CTA, of fewer warps, where heads are long. TMA
+    loads tiles where it can and there is one of rows.
+    """
     dims, attrs = problem.dims, problem.attrs
     d, e, rows = dims["d"], dims["e"], dims["r"] * dims["s"]
     itemsize = ITEMSIZE[problem.dtypes["k_cache"]]
@@ -324,14 +329,24 @@ def decode_attention(own: mods.Own, problem: Problem) -> DecodeConfig:
     split, score = INVARIANT_KEYS if attrs["batch_invariant"] else 0, mods.score_of(attrs["softcap"], own.score)
     text = score.text if score else ""
     # A tile of float8 has as many bytes as one of 16 bits where an SM holds it: what is done once a tile counts less.
-    choices = [(RESIDENT, WARPS, 2 * MMA_ROWS)] if itemsize == 1 else []
-    choices += [(n, warps, MMA_ROWS) for n, warps in ((RESIDENT, WARPS), (1, WARPS), (1, WARPS // 2), (1, 1))]
+    longest = MMA_ROWS * 2 // itemsize
+    box = _box(problem, longest * WARPS) if tiles_m == 1 else 0
+    choices = [(RESIDENT, WARPS, longest, box)] if box or itemsize == 1 else []
+    choices += [(n, warps, MMA_ROWS, 0) for n, warps in ((RESIDENT, WARPS), (1, WARPS), (1, WARPS // 2), (1, 1))]
     configs = (
-        (resident, DecodeConfig(form(keys), tiles_m, warps, stages, keys, itemsize, split, text))
-        for resident, warps, keys in choices
-        for stages in range(MOST_STAGES, FEWEST_STAGES - 1, -1)
+        (resident, DecodeConfig(form(box or keys), tiles_m, warps, stages, keys, itemsize, box, split, text))
+        for resident, warps, keys, box in choices
+        for stages in range(MOST_SLOTS if box else MOST_STAGES, FEWEST_STAGES - 1, -1)
     )
     return next(config for resident, config in configs if _resident(problem, config) >= resident)
+
+
+def _box(problem: Problem, tile: int) -> int:
+    """Keys of a tile of so many that TMA loads at once, all or those of one page; 0 where it loads none."""
+    dims, itemsize = problem.dims, ITEMSIZE[problem.dtypes["k_cache"]]
+    keys = math.gcd(dims["c"], tile) if "page_table" in problem.dtypes else tile
+    fits = all(dims[name] <= LONGEST_BOXED and dims[name] * itemsize % BOX_BYTES == 0 for name in "de")
+    return keys if fits and keys >= MMA_ROWS and sm(problem.arch) == HOPPER else 0
 
 
 def _check_float8(op: str, problem: Problem, name: str = "k_cache") -> None:

@@ -260,7 +260,7 @@ def declare(name: str, own: mods.Own = mods.NONE) -> Op:
         cases=() if functions else CASES,
         called="decode_attention" if functions else "",
         reference=forward,
-        kernel="cute_ops.kernels.attention.decode_attention:DecodeAttention",
+        kernel="cute_ops.kernels.attention.decode:decode_attention",
         tuning=Tuning(partial(config.decode_attention, own), workspace=config.decode_workspace),
         arrange=fill_pages,
         inference_only="caches have no gradient: train with the framework's attention.",
