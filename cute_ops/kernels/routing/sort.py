@@ -1,6 +1,5 @@
 """The largest numbers of short rows by sorting networks: see :mod:`cute_ops.ops.routing.topk`."""
 
-import itertools
 import operator
 
 import cutlass
@@ -187,8 +186,8 @@ class SortedTopK:
             rColumn[i] = cutlass.min(self.short - (each & self.short), Int32(self.n - 1))
             rTop[i] = gmem_elements(gRow.element_type, gRow.at(rColumn[i]), 1)[0]
         equal = Boolean(self._reached(vectors, coord.first, keys[-1] & ~self.short) != self.k) | (rTop[0] != rTop[0])
-        for one, other in itertools.pairwise(keys):
-            equal = equal | (((one ^ other) & ~self.short) == 0)
+        for i in range(1, self.k):
+            equal = equal | (((keys[i - 1] ^ keys[i]) & ~self.short) == 0)
         self._by_whole_keys(vectors, coord.first, rTop, rColumn, equal)
         return rTop, [rColumn[i] for i in range(self.k)]
 
