@@ -22,6 +22,13 @@ POLICIES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo")
 LEVELS = ("token", "sequence")
 
 
+def _named(dtype: Any) -> str:
+    """A dtype by name, of either framework or a name itself; None is float32."""
+    if dtype is None:
+        return "float32"
+    return str(getattr(dtype, "name", getattr(dtype, "__name__", dtype))).removeprefix("torch.")
+
+
 class Training(Generic[Array]):
     """The functions of a framework.
 
@@ -70,6 +77,7 @@ class Training(Generic[Array]):
         bias: Array | None = None, *, kind: str = "dpo", beta: float = 0.1, alpha: float = 0.0, gamma: float = 0.5,
         label_smoothing: float = 0.0, tau: float = 0.05, average: bool | None = None,
         desirable: Array | None = None, kl: Any = 0.0, ignore_index: int = -100, temperature: float = 1.0,
+        accum_dtype: Any = None,
     ) -> tuple[Array, Array]:  # fmt: skip
         """The loss of preferences between sequences, without ever holding all logits.
 
@@ -112,6 +120,7 @@ class Training(Generic[Array]):
             kl: the reference point of KTO.
             ignore_index: the target of tokens that do not count.
             temperature: divides the logits.
+            accum_dtype: as in :func:`linear_cross_entropy`.
 
         Returns:
             ``(loss, log_probs)``: a float32 scalar, and the sequences' log-probabilities, float32 ``[2b]``.
@@ -127,7 +136,7 @@ class Training(Generic[Array]):
         """
         function, labels = "linear_preference_loss", self._array(target)
         count = self._check_preference(function, kind, labels, reference, desirable, label_smoothing)
-        tokens, kept = self._tokens(function, (hidden, weight, labels, bias), ignore_index, temperature)
+        tokens, kept = self._tokens(function, (hidden, weight, labels, bias), ignore_index, temperature, accum_dtype)
         log_probs = tokens.sum(-1)
         if kind in preferences.AVERAGED if average is None else average:
             log_probs = log_probs / kept.sum(-1)
@@ -150,7 +159,7 @@ class Training(Generic[Array]):
         reference: Array | None = None, *, bias: Array | None = None, kind: str = "grpo", beta: float = 0.04,
         clip_low: float = 0.2, clip_high: float = 0.2, ratio_bound: float | None = None, level: str = "token",
         token_weights: Array | None = None, max_tokens: int = 0, num_tokens: Any = None, ignore_index: int = -100,
-        temperature: float = 1.0,
+        temperature: float = 1.0, accum_dtype: Any = None,
     ) -> tuple[Array, Array]:  # fmt: skip
         """The clipped loss of a policy on sampled tokens, without ever holding all logits: GRPO and its kin.
 
@@ -181,6 +190,7 @@ class Training(Generic[Array]):
                 added up; those of the call where None.
             ignore_index: the target of tokens that do not count.
             temperature: divides the logits.
+            accum_dtype: as in :func:`linear_cross_entropy`.
 
         Returns:
             ``(loss, log_probs)``: a float32 scalar, and the tokens' log-probabilities, float32 ``[b s]``.
@@ -200,7 +210,7 @@ class Training(Generic[Array]):
             None if given is None else self._numbers(function, name, given, labels.shape)
             for name, given in (("old", old), ("reference", reference), ("token_weights", token_weights))
         )
-        tokens, kept = self._tokens(function, (hidden, weight, labels, bias), ignore_index, temperature)
+        tokens, kept = self._tokens(function, (hidden, weight, labels, bias), ignore_index, temperature, accum_dtype)
         further = tokens - (constant(xp, tokens) if earlier is None else earlier)
         if level == "sequence":
             further = ((further * kept).sum(-1) / self._least(kept.sum(-1)))[:, None]
@@ -222,7 +232,7 @@ class Training(Generic[Array]):
         self, hidden: Array, weight: Array, teacher_hidden: Array, teacher_weight: Array, target: Array | None = None,
         bias: Array | None = None, *, teacher_bias: Array | None = None, beta: float = 0.5, temperature: float = 1.0,
         hard: float = 0.0, soft: float = 1.0, ignore_index: int = -100, chunk_rows: int = 0,
-        accum_dtype: str = "float32",
+        accum_dtype: Any = None,
     ) -> Array:  # fmt: skip
         """The divergence of a student's head from a teacher's, without ever holding all logits of either.
 
@@ -251,8 +261,7 @@ class Training(Generic[Array]):
             soft: weight of the divergence.
             ignore_index: the target of tokens that do not count.
             chunk_rows: rows whose logits are held at a time; 0 chooses.
-            accum_dtype: dtype in which the weight's gradient is summed over chunks, ``"float32"`` or that of the
-                weight: less memory, and a rounding with every chunk.
+            accum_dtype: as in :func:`linear_cross_entropy`.
 
         Returns:
             A float32 scalar.
@@ -272,7 +281,7 @@ class Training(Generic[Array]):
         like: Any = heads[0][..., :1].sum(-1) if labels is None else labels
         zeros: Any = xp.zeros_like(like, dtype=xp.float32)
         kept = zeros == 0 if labels is None else labels != ignore_index
-        count, options = xp.where(kept, zeros + 1, zeros).sum(), (beta, temperature, accum_dtype, chunk_rows)
+        count, options = xp.where(kept, zeros + 1, zeros).sum(), (beta, temperature, _named(accum_dtype), chunk_rows)
         of_rows, total = self._distillation
         if str(heads[0].dtype).removeprefix("torch.") == "float16":
             rows = of_rows(*heads, bias, teacher_bias, *options)
@@ -287,7 +296,7 @@ class Training(Generic[Array]):
     # --- parts -------------------------------------------------------------------------------------------------------
 
     def _tokens(
-        self, function: str, head: tuple[Any, ...], ignore_index: int, temperature: Any
+        self, function: str, head: tuple[Any, ...], ignore_index: int, temperature: Any, accum_dtype: Any = None
     ) -> tuple[Any, Any]:  # fmt: skip
         """The log-probability of each token, 0 where it is ignored, and whether it counts, in float32."""
         if isinstance(temperature, bool) or not isinstance(temperature, Real):
@@ -295,7 +304,8 @@ class Training(Generic[Array]):
         if not 0 < (number := float(temperature)) < inf:
             problem = f"option `temperature` is {shown(temperature)}, expected a positive number."
             raise ValueError(f"cute.{function}: {problem}")
-        loss = self._losses(*head, ignore_index, reduction="none", logit_scale=1.0 / number)
+        options = {"logit_scale": 1.0 / number, "accum_dtype": accum_dtype}
+        loss = self._losses(*head, ignore_index, reduction="none", **options)
         return -loss, 0 * constant(self._xp, loss) + (head[2] != ignore_index)
 
     def _over_tokens(self, kind: str, losses: Any, kept: Any, max_tokens: int, num_tokens: Any) -> Any:

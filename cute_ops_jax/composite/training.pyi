@@ -49,6 +49,7 @@ def linear_preference_loss(
     kl: Any = 0.0,
     ignore_index: int = -100,
     temperature: float = 1.0,
+    accum_dtype: Any = None,
 ) -> tuple[Array, Array]:
     """The loss of preferences between sequences, without ever holding all logits.
 
@@ -91,6 +92,7 @@ def linear_preference_loss(
         kl: the reference point of KTO.
         ignore_index: the target of tokens that do not count.
         temperature: divides the logits.
+        accum_dtype: as in :func:`linear_cross_entropy`.
 
     Returns:
         ``(loss, log_probs)``: a float32 scalar, and the sequences' log-probabilities, float32 ``[2b]``.
@@ -125,6 +127,7 @@ def linear_policy_loss(
     num_tokens: Any = None,
     ignore_index: int = -100,
     temperature: float = 1.0,
+    accum_dtype: Any = None,
 ) -> tuple[Array, Array]:
     """The clipped loss of a policy on sampled tokens, without ever holding all logits: GRPO and its kin.
 
@@ -155,6 +158,7 @@ def linear_policy_loss(
             added up; those of the call where None.
         ignore_index: the target of tokens that do not count.
         temperature: divides the logits.
+        accum_dtype: as in :func:`linear_cross_entropy`.
 
     Returns:
         ``(loss, log_probs)``: a float32 scalar, and the tokens' log-probabilities, float32 ``[b s]``.
@@ -181,7 +185,7 @@ def linear_distillation_loss(
     soft: float = 1.0,
     ignore_index: int = -100,
     chunk_rows: int = 0,
-    accum_dtype: str = "float32",
+    accum_dtype: Any = None,
 ) -> Array:
     """The divergence of a student's head from a teacher's, without ever holding all logits of either.
 
@@ -210,8 +214,7 @@ def linear_distillation_loss(
         soft: weight of the divergence.
         ignore_index: the target of tokens that do not count.
         chunk_rows: rows whose logits are held at a time; 0 chooses.
-        accum_dtype: dtype in which the weight's gradient is summed over chunks, ``"float32"`` or that of the
-            weight: less memory, and a rounding with every chunk.
+        accum_dtype: as in :func:`linear_cross_entropy`.
 
     Returns:
         A float32 scalar.

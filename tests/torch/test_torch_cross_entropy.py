@@ -341,7 +341,7 @@ def test_the_logits_of_two_heads_lie_where_the_weights_gradient_goes(
     wanted = gradients(exact, *wide)
     assert max(map(relative, gradients(loss, hidden, weight), wanted)) < 8e-3
     loss = cute_ops_torch.linear_distillation_loss(
-        hidden, weight, *teacher, target, hard=0.5, beta=0.2, accum_dtype="bfloat16"
+        hidden, weight, *teacher, target, hard=0.5, beta=0.2, accum_dtype=torch.bfloat16
     )
     assert max(map(relative, gradients(loss, hidden, weight), wanted)) < 1.6e-2
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from cute_ops.declaration.binding import Binding
 from cute_ops.declaration.case import Case
+from cute_ops.declaration.config import Problem
 from cute_ops.declaration.op import Op
 from cute_ops.declaration.shapes import FLOATS
 from cute_ops.declaration.tensor import Tensor
+from cute_ops.kernels.rows.config import FusedConfig, FusedRowConfig
 from cute_ops.ops import docs
 from cute_ops.ops.checks import FINITE, within
 from cute_ops.ops.expression.formula import ByAttrs, Formula, declare
@@ -53,6 +56,11 @@ def _divergence(xp: Any, student: Any, teacher: Any, *, beta: float, temperature
     log_mixed = xp.log2(xp.maximum(p + q, LEAST))
     from_q = q * xp.stop_gradient(log_q - log_mixed)
     return xp.sum(p * xp.stop_gradient(log_p - log_mixed) + from_q, **ROW) * math.log(2)
+
+
+# `distillation_step` of 1024 x 128256 takes 478 us (beta 0.5) and 345 (beta 0) in the shared memory of eight CTAs of
+# 512 threads, three of which share an SM, in the registers of sixteen 610 and 478 (H200).
+RING_CTAS, RING_THREADS, RING_RESIDENT = 8, 512, 3
 
 
 # --- loss and gradient in one pass ------------------------------------------------------------------------------------
@@ -113,6 +121,17 @@ def _step(name: str, function: Callable[..., Any], numbers: Mapping[str, Tensor]
     formula = ByAttrs(lambda a: Formula(traces(a), True, tuple(inputs), ("dstudent", "loss"), "tc", "student"))
     outputs = {"dstudent": tiles["student"]._replace(donates="student"), "loss": Tensor("*m", "float32")}
     return declare(name, formula, inputs, outputs, attrs, module=__name__, check=check, cases=CASES, doc=doc, **more)
+
+
+def _in_shared_memory(formula: Formula, problem: Problem) -> FusedConfig | FusedRowConfig:
+    """Rows that the registers of more than RING_CTAS would hold are in the shared memory of so many."""
+    found = formula.config(problem)
+    if isinstance(found, FusedConfig) or found.form != "one_pass" or found.cluster <= RING_CTAS:
+        return found
+    return replace(
+        found, form="ring", threads=RING_THREADS, threads_per_row=RING_THREADS, cluster=RING_CTAS,
+        resident=RING_RESIDENT, keep=False,
+    )  # fmt: skip
 
 
 def check(binding: Binding) -> str | None:
@@ -179,5 +198,6 @@ distillation_step = _step(
     Returns:
         ``(dstudent, loss)``: ``T[*m n]`` and float32 ``[*m]``. Not differentiable.
     """,
-    kernel="cute_ops.kernels.rows.numbered:fused", dtypes={"T": FLOATS, "I": ("int64", "int32")},
+    config=_in_shared_memory, kernel="cute_ops.kernels.rows.numbered:fused",
+    dtypes={"T": FLOATS, "I": ("int64", "int32")},
 )  # fmt: skip
