@@ -32,7 +32,7 @@ class AttentionCachedSm90(Cached, AttentionFwd):
     def __init__(self, variant):
         super().__init__(variant)
         # The first tile of a part of the keys may be one that the mask leaves out: none is known to be the last.
-        self.registers, self.releases_early = REGISTERS, False
+        self.registers, self.releases_early, self.narrows = REGISTERS, False, False
 
     @cute.jit
     def __call__(self, *arguments):
@@ -134,7 +134,7 @@ class AttentionCachedSm90(Cached, AttentionFwd):
                     keys = last - i
                     found = page_found(mTable, mK, entry), place
                     entry, place = loads.find(mK, tile.batch, keys - 1, own.seqlen_k)
-                    if self.tiles.some(tile, own, tile.block, keys):
+                    if self._is_loaded(tile, own, keys):
                         ring_k.producer_acquire(slot)
                         ring_k.mark(slot, found[0] >= 0, warp, lane)
                         for mX, each, s in ((mK, ring_k, k.s), (mV, ring_v, v.s)):

@@ -70,6 +70,8 @@ class AttentionFwd(ForwardKernel):
         used = 2 * (self.tile_m + self.stages * self.tile_n) * (self.d + self.dv) + BARRIER_BYTES
         self.shares_memory = used > SHARED_BYTES  # outputs with queries
         self.releases_early = not self.shares_memory
+        # Whether warpgroups may have fewer tiles than their block: some of those at its ends.
+        self.narrows = self.mods.is_interval and self.tile_m > self.tile_n
 
     @cute.jit
     def __call__(self, mQ, mK, mV, *others):
@@ -160,7 +162,7 @@ class AttentionFwd(ForwardKernel):
                 q_slot.advance()
                 for i in cutlass.range(last - first + 1, unroll=1):
                     keys = last - i
-                    if self.tiles.some(tile, own, tile.block, keys):
+                    if self._is_loaded(tile, own, keys):
                         for tma, each, tXsX, tXgX in ((k.tma, ring_k, tKsK, tKgK), (v.tma, ring_v, tVsV, tVgV)):
                             each.producer_acquire(slot)
                             full = each.producer_get_barrier(slot)
@@ -206,7 +208,13 @@ class AttentionFwd(ForwardKernel):
                 rMax.fill(self.softmax.least)
                 rSum.fill(0.0)
                 rO.fill(0.0)
+                above, below = self._left_out(tile, own, group, (first, last))
                 ring_q.consumer_wait(q_slot)
+                for _ in cutlass.range(above, unroll=1):
+                    self._pass_on(rings, (slot, before), group)
+                    slot.advance()
+                    before.advance()
+                first, last = first + below, last - above
                 if last >= first:
                     self._begin_turn(group)
                     ring_k.consumer_wait(slot)
@@ -217,12 +225,12 @@ class AttentionFwd(ForwardKernel):
                     ring_k.consumer_release(slot)
                     slot.advance()
                     self._release_queries(ring_q, q_slot, last == first)
-                    self._weigh(rS, (tile, own, tidx, there), last, (rMax, rSum), True)
+                    self._weigh(rS, (tile, own, (tidx, group), there), last, (rMax, rSum), True)
                     late.fill(1.0)
                     store_packed(rS, rP)
                     for i in cutlass.range(1, last - first + 1, unroll=1):
                         keys = last - i
-                        if self.tiles.some(tile, own, tile.block, keys):
+                        if self._is_loaded(tile, own, keys):
                             self._begin_turn(group)
                             ring_k.consumer_wait(slot)
                             multiply(*score, (0, slot.index))
@@ -235,7 +243,7 @@ class AttentionFwd(ForwardKernel):
                             ring_k.consumer_release(slot)
                             slot.advance()
                             self._release_queries(ring_q, q_slot, keys == first)
-                            factors = self._weigh(rS, (tile, own, tidx, there), keys, (rMax, rSum), False)
+                            factors = self._weigh(rS, (tile, own, (tidx, group), there), keys, (rMax, rSum), False)
                             # ptxas would move the wait ahead of the exponentials, but not over a branch on their sums.
                             if rSum[0] + rSum[1] < 0.0:
                                 cute.arch.sync_warp()
@@ -253,6 +261,10 @@ class AttentionFwd(ForwardKernel):
                     warpgroup.wait_group(0)
                     ring_v.consumer_release(before)
                     before.advance()
+                for _ in cutlass.range(below, unroll=1):
+                    self._pass_on(rings, (slot, before), group)
+                    slot.advance()
+                    before.advance()
                 self._end_queries(ring_q, q_slot, last < first)
                 self._finish(mma_pv, rO, (rMax, rSum), moved[3], (mSinks, mLse), (tile, own, tidx))
                 if const_expr(self.shares_memory):
@@ -262,6 +274,36 @@ class AttentionFwd(ForwardKernel):
         if group == 0:
             self._begin_turn(group)  # the last warpgroup's last end of a turn
         cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def _left_out(self, tile: cutlass.Constexpr, sizes: cutlass.Constexpr, group, ends: cutlass.Constexpr):
+        """How many of a block's tiles, from the last one on and from the first one on, have no key of a warpgroup's own
+        queries.
+        """
+        (first, last), above, below = ends, Int32(0), Int32(0)
+        if const_expr(self.narrows):
+            while (first + above <= last) & self._is_left_out(tile, sizes, group, last - above):
+                above += 1
+            while (first + above + below <= last) & self._is_left_out(tile, sizes, group, first + below):
+                below += 1
+        return above, below
+
+    def _is_left_out(self, tile, sizes, group, keys):
+        return self.tiles.bounds_of_rows(tile, sizes, self._rows(tile, group), keys)[1] ^ True
+
+    def _rows(self, tile, group):
+        """A warpgroup's first query, and how many it has."""
+        return tile.block * self.tile_m + group * MMA_M, MMA_M
+
+    def _pass_on(self, rings, at, group):
+        """Leave out a tile: pass the turn on, and release the slots once they are filled."""
+        (_, ring_k, ring_v), (slot, before) = rings, at
+        self._begin_turn(group)
+        self._end_turn(group)
+        ring_k.consumer_wait(slot)
+        ring_k.consumer_release(slot)
+        ring_v.consumer_wait(before)
+        ring_v.consumer_release(before)
 
     @cute.jit
     def _release_queries(self, ring_q: cutlass.Constexpr, q_slot, is_last):
@@ -279,6 +321,10 @@ class AttentionFwd(ForwardKernel):
             self._release_queries(ring_q, q_slot, is_empty)
         else:
             ring_q.consumer_release(q_slot)
+
+    def _is_loaded(self, tile, sizes, keys):
+        """Whether a tile between a block's first and last one is loaded; if rows have intervals, all are."""
+        return Boolean(True) if self.mods.is_interval else self.tiles.some(tile, sizes, tile.block, keys)
 
     def _rescale_late(self, rO, late):
         """Rescale sums of long heads before the next product is added, while scores are multiplied."""
@@ -304,10 +350,11 @@ class AttentionFwd(ForwardKernel):
         """Change a tile's scores and exponentiate them: see :meth:`OnlineSoftmax.add`. Without a mask keys are left out
         of the last tile alone.
         """
-        tile, sizes, tidx, there = at
+        tile, sizes, (tidx, group), there = at
         whole = Boolean(True)
         if const_expr(is_last or self.mods.mask is not None):
-            whole = self.tiles.whole(tile, sizes, tile.block, keys)
+            rows = self._rows(tile, group) if self.narrows else None
+            whole = self.tiles.whole(tile, sizes, tile.block, keys, rows)
         first = tile.block * self.tile_m, keys * self.tile_n, self.tile_n
         place = place_of(tidx, tile, first, sizes)
         return self.softmax.add_changed(

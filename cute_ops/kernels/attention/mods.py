@@ -137,6 +137,11 @@ class Mods:
         # Of rows of queries, and of keys: limits of their columns, and the rest of the mask.
         self.parts = [parts_of(self.mask, axis) for axis in (K, Q)]
 
+    @property
+    def is_interval(self):
+        """Whether a mask lets one interval of keys of each query pass, and so one of tiles of each block."""
+        return self.mask is not None and self.parts[0][1] is None
+
     def has_rest(self, down):
         """Whether a mask has limits of each row's columns, and other parts; ``down``: whether rows are keys."""
         return self._bounds_of_rest[down] is not None

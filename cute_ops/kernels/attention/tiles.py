@@ -396,14 +396,26 @@ class Tiles:
             )
         return self.mods.bounds(tile, ((q, q_high), (k, k_high)), tiles, sizes, rest)
 
+    def bounds_of_rows(self, tile, sizes, rows, keys):
+        """:meth:`bounds` of some queries of a tile, the first one and how many, of a mask that reads nothing."""
+        (q, count), k = rows, keys * self.tile_k
+        q_high, k_high = (cutlass.min(end, size) - 1 for end, size in zip((q + count, k + self.tile_k), sizes.lengths))
+        return self.mods.bounds(tile, ((q, cutlass.max(q_high, q)), (k, k_high)), (None, None), sizes)
+
     def some(self, tile, sizes, queries, keys):
         """Whether the mask lets a score of a tile pass, as far as its bounds tell."""
         return Boolean(True) if self.mods.mask is None else self.bounds(tile, sizes, queries, keys)[1]
 
-    def whole(self, tile, sizes, queries, keys):
-        """Whether no score of a tile is left out: by the mask, or because it lies behind the last key."""
+    def whole(self, tile, sizes, queries, keys, rows=None):
+        """Whether no score of a tile, or of its ``rows``, is left out: by the mask, or because it lies behind the last
+        key.
+        """
         inside = (keys + 1) * self.tile_k <= sizes.seqlen_k
-        return inside if self.mods.mask is None else inside & self.bounds(tile, sizes, queries, keys)[0]
+        if self.mods.mask is None:
+            return inside
+        if rows is not None:
+            return inside & self.bounds_of_rows(tile, sizes, rows, keys)[0]
+        return inside & self.bounds(tile, sizes, queries, keys)[0]
 
     def rest_of(self, tile, sizes, queries, keys, down=False):
         """A function for the :meth:`bounds` of the rest of a mask, of a tile, or of the row that it is given; None
