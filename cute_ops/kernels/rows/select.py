@@ -4,11 +4,14 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
 from cute_ops.kernels.lib.column_reduce import ColumnSum
+from cute_ops.kernels.rows.column_pass import PartSum
 from cute_ops.kernels.rows.on_chip import RowsInRegisters, RowsInRing
 from cute_ops.kernels.rows.passes import RowsInPasses
 from cute_ops.kernels.rows.pointwise import FusedPointwise, RowSums, Terms, by_example
 from cute_ops.kernels.rowwise.pointwise import Piece
 
+# Examples from which on each has few partial sums.
+MANY_EXAMPLES = 16
 FORMS = {"one_pass": RowsInRegisters, "ring": RowsInRing, "passes": RowsInPasses}
 
 
@@ -24,7 +27,7 @@ class FusedRows:
 
     Row vectors and scalars among the outputs are sums over rows in fp32, in a fixed order. Their partial sums are in
     workspaces, ``dweight_partials``: :class:`ColumnSum` adds up those of row vectors, equally long ones in one launch,
-    and :class:`RowSums` those of scalars.
+    :class:`PartSum` those of many examples, and :class:`RowSums` those of scalars.
     """
 
     def __init__(self, variant, rows):
@@ -48,7 +51,12 @@ class FusedRows:
             if const_expr(shared):
                 examples = self.rows.examples(tensors)[0]
                 partials, outputs = by_example(partials, outputs, examples)
-            ColumnSum(None if shared else self.rows.n, self.variant.arch)(partials, outputs, stream)
+                if examples >= MANY_EXAMPLES:
+                    PartSum(self.variant.arch)(partials, outputs, stream)
+                else:
+                    ColumnSum(None, self.variant.arch)(partials, outputs, stream)
+            else:
+                ColumnSum(self.rows.n, self.variant.arch)(partials, outputs, stream)
         for _, piece in self.rows.outputs["s"]:
             name, count = self.rows.partials_of(piece), Int64(1)
             terms, mPartials = Terms(self.variant, (Piece(name, rows=False),), lambda x: (x,)), tensors[name]
