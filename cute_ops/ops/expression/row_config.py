@@ -69,10 +69,15 @@ MANY_REDUCTIONS, MANY_REDUCED_THREADS = 3, 768
 # vector, as in the norms' backward. A thread adds up at most MOST_SUMMED vectors.
 MOST_SUMMED = 10
 PERSISTENT = ((384, (1, 1024)), (768, (2, 640)), (float("inf"), (4, 512)))
-# Threads of an SM, times row vectors of sums, where CTAs of up to SUMS_THREADS add up three or more: with PERSISTENT's
-# they spill. The gradients of a gate, a shift, a scale and a bias, 16384 x 1152, run at 0.53 of a copy's rate, with six
-# CTAs of an SM, not three, at 0.30; of 768 to 2048 columns at 0.53 - 0.63, at 0.27 - 0.44.
-SUMS_OF_SEVERAL = 2048
+# Three sums and more: a thread's vectors, by span, with SEVERAL_SUMS threads of an SM for each that it adds up, or with
+# PAIRS_OF_SUMS where it has two vectors; 0 for PERSISTENT's, with which shorter rows spill. The gradients of a gate, a
+# shift, a scale and a bias, 16384 x 1152, run at 0.67 of a copy's rate, with PERSISTENT's at 0.34; of 3072 columns at
+# 0.77, with one vector at 0.47; of 2048 at 0.67, with two at 0.66.
+SUMMED_VECTORS = ((4 * WARP, 1), (7 * WARP, 2), (8 * WARP, 1), (12 * WARP, 2), (float("inf"), 0))
+SEVERAL_SUMS, PAIRS_OF_SUMS = 2048, 400
+# Two tiles beside what the rows of examples share, of up to so many vectors: two vectors of a thread, all of which keep
+# their values. x + gate * y and its modulated norm run at 0.87 - 0.96 of a copy's rate, by one vector at 0.67 - 0.92.
+SHARING_VECTORS = 20 * WARP
 # Expressions that reduce rows and add up two row vectors: vectors of a thread. Of these numbers the one counts with
 # which the busiest of an SM's schedulers has the fewest vectors; a thread has several, because each warp of a row takes
 # part in each reduction.
@@ -200,6 +205,8 @@ class RowExpression(NamedTuple):
             return self._config(
                 "one_pass", SHORT_PAIR_CTA, SHORT_PAIR_THREADS, align_vectors=row.align_vectors, keep=keep
             )
+        if self._beside_shared(row):
+            return self._in_pairs(row)
         if row.vectors <= (UNALIGNED_VECTORS if self._uneven(row) else CTA_VECTORS):
             return self._in_registers(row)
         cluster = cluster_for(row.touched, CTA_VECTORS, row.max_cluster)
@@ -319,6 +326,19 @@ class RowExpression(NamedTuple):
         else:
             resident = self._resident(row, cluster, share, threads, keep)
         return self._config("one_pass", threads, share, cluster, resident, align_vectors=row.align_vectors, keep=keep)
+
+    def _in_pairs(self, row: RowProblem) -> FusedRowConfig:
+        """Two vectors of each tile a thread, whose values are kept."""
+        share = threads_for(row.touched, 2)
+        resident = max(REGISTER_THREADS // share, 1)
+        return self._config("one_pass", share, share, 1, resident, align_vectors=row.align_vectors, keep=True)
+
+    def _beside_shared(self, row: RowProblem) -> bool:
+        """Whether two tiles are read, and two stored, beside what the rows of examples share."""
+        shared = len({*self.texts.shared.split()} & {*self.texts.reads.split()})
+        plain = not (self.special or self.texts.random or self.texts.turns or self.packed) and self.depth == 2
+        fits = row.aligned and row.itemsize == 2 and 2 * WARP < row.vectors <= SHARING_VECTORS
+        return bool(plain and fits and shared > 1 and self.read - shared == self.texts.kinds.count("t") == 2)
 
     def _most_kept(self, row: RowProblem, cluster: int, span: int, share: int) -> int:
         """The most values that a thread of a row in registers keeps from stage to stage."""
@@ -522,7 +542,8 @@ class RowExpression(NamedTuple):
         small = not row.aligned and (self._short_sums(row, span) or self._sums_two(span))
         narrow = self._sums_two(span) and row.aligned and row.itemsize < 4
         # With fewer than three vectors per thread the rows of 384 threads are to be on their way, in two CTAs.
-        several = SUMS_UNALIGNED_THREADS if small else SUMS_FEWER_THREADS // 2 if narrow and per_thread < 3 else 256
+        several = share if self._summed_vectors(row, span) == 2 else 256
+        several = SUMS_UNALIGNED_THREADS if small else SUMS_FEWER_THREADS // 2 if narrow and per_thread < 3 else several
         threads = share if cluster > 1 else max(several // share, 1) * share
         slot = threads * per_thread * vector
         if per_thread * max(self.sums, 1) > MOST_SUMMED or 2 * slot > room:
@@ -603,9 +624,14 @@ class RowExpression(NamedTuple):
             sm_threads = max(sm_threads, SYNC_PERSISTENT_THREADS)
         elif self.slow:
             sm_threads = min(sm_threads, SLOW_PERSISTENT_THREADS)
-        if self.sums > 2 and span <= SUMS_THREADS:
-            sm_threads = min(sm_threads, SUMS_OF_SEVERAL // self.sums)
+        if vectors := self._summed_vectors(row, span):
+            return vectors, SEVERAL_SUMS // self.sums if vectors == 1 else PAIRS_OF_SUMS
         return max(per_thread // max(self.sums, 1), 1), sm_threads
+
+    def _summed_vectors(self, row: RowProblem, span: int) -> int:
+        """Vectors of a thread that adds up three row vectors of 16 bits or more; 0 where it has as many as others."""
+        vectors = step(SUMMED_VECTORS, span) if self.sums > 2 and row.itemsize == 2 else 0
+        return vectors if row.aligned and vectors * self.sums <= MOST_SUMMED else min(vectors, span <= SUMS_THREADS)
 
     def _pair(self, row: RowProblem) -> bool:
         """Whether persistent CTAs hold two tiles and the sums of one row vector."""
