@@ -70,8 +70,8 @@ OTHERS = {
     ),
     "attention_packed_bwd": lambda: of_packed_sequences(0, 37, 5),
     "linear, rows shared": lambda: in_clusters(200, 200, 136, cluster_m=2),
-    "linear, columns shared": lambda: in_clusters(200, 300, 136, cluster_n=2),
-    "linear, terms shared": lambda: in_clusters(130, 128, 320, cluster_k=2),
+    "linear, columns shared": lambda: in_clusters(200, 301, 136, cluster_n=2),
+    "linear, terms shared": lambda: in_clusters(130, 126, 320, cluster_k=2, store_stages=2),
     "mla_decode": lambda: of_numbers(of_case("mla_decode", b=2, s=1, h=16, d=576, p=2, c=70), "int32", lengths=[70, 9]),
 }
 

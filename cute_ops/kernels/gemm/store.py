@@ -117,8 +117,7 @@ class Store:
             # A warp that arrives here is done with the previous subtile, and the warp that stores has waited for the
             # next stage.
             cute.arch.barrier(barrier_id=Barrier.STORED + tile.group, number_of_threads=self.threads)
-            at = self.subtiles.coordinate(tile.coordinate, i)
-            self.outputs.send(stages.outputs, copies, stage, at, tile.thread)
+            self.outputs.send(stages.outputs, copies, tile, i, Barrier.STORED)
         for part, state in zip(self.parts, states):
             part.end(state, tile)
         return consumer

@@ -11,6 +11,7 @@ from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as hopper
 
 from cute_ops.kernels.gemm.config import LEAST_STORED, GemmConfig
+from cute_ops.kernels.gemm.row_store import Subtile
 from cute_ops.kernels.tensor_core.pipeline import Consumer, Producer, tma_pipeline
 from cute_ops.kernels.tensor_core.scheduler import persistent
 from cute_ops.kernels.tensor_core.sizes import WARP, WARPGROUP
@@ -209,36 +210,27 @@ class OutputTiles:
         cute.arch.fence_view_async_shared()
 
     @cute.jit
-    def send(self, stages: cutlass.Constexpr, copies: cutlass.Constexpr, stage, at: cutlass.Constexpr, thread):
-        """Store a subtile of all outputs from shared memory; those by TMA go on while later ones are computed."""
+    def send(
+        self, stages: cutlass.Constexpr, copies: cutlass.Constexpr, tile: cutlass.Constexpr, i: cutlass.Constexpr,
+        barrier: cutlass.Constexpr,
+    ):  # fmt: skip
+        """Store the i-th subtile of a tile of all outputs from shared memory; those by TMA go on while later ones are
+        computed.
+        """
+        stage, at = self.subtiles.stage(tile, i), self.subtiles.coordinate(tile.coordinate, i)
         for tensor, output, sD in zip(self.outputs, stages.tensors, stages.sD):
             if const_expr(output.atom is None):
-                self._store_rows(tensor, sD[None, None, stage], output.tensor, at, thread)
+                Subtile.of(self.subtiles, tensor, output, sD, tile, i).store(tile.thread, self.threads)
         if const_expr(any(copy is not None for copy in copies)):
-            if cute.arch.make_warp_uniform(thread // WARP) == 0:
+            if cute.arch.make_warp_uniform(tile.thread // WARP) == 0:
                 for copy in copies:
                     if const_expr(copy is not None):
                         copy.store(at, stage)
                 cute.arch.cp_async_bulk_commit_group()
                 cute.arch.cp_async_bulk_wait_group(self.config.store_stages - 2, read=True)
-
-    @cute.jit
-    def _store_rows(self, tensor: cutlass.Constexpr, sD, mD, at: cutlass.Constexpr, thread):
-        """Store a subtile of an output whose rows TMA cannot take, in vectors that their alignment allows."""
-        vec = tensor.align // tensor.key.itemsize
-        across = self.subtiles.shape[1] // vec
-        threads = cute.make_layout((self.threads // across, across), stride=(across, 1))
-        bits = vec * mD.element_type.width
-        atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), mD.element_type, num_bits_per_copy=bits)
-        rows = cute.make_tiled_copy_tv(atom, threads, cute.make_layout((1, vec))).get_slice(thread)
-        tSsD = rows.partition_S(sD)  # (copy, copies_m, 1)
-        tSgD = rows.partition_D(cute.local_tile(mD, self.subtiles.shape, at))
-        tScD = rows.partition_D(cute.local_tile(cute.make_identity_tensor(mD.shape), self.subtiles.shape, at))
-        rD = cute.make_rmem_tensor_like(tSsD)
-        cute.copy(atom, tSsD, rD)
-        for i in cutlass.range_constexpr(cute.size(tSgD, mode=[1])):
-            if cute.elem_less(tScD[0, i, 0], mD.shape):
-                cute.copy(atom, rD[None, i, 0], tSgD[None, i, 0])
+        # The next subtile would be written where others still read the one before this.
+        if const_expr(self.config.store_stages == 2 and any(output.atom is None for output in stages.tensors)):
+            cute.arch.barrier(barrier_id=barrier + tile.group, number_of_threads=self.threads)
 
 
 def _stages(name, tensors, dtypes, shared):
