@@ -136,6 +136,7 @@ def test_the_loss_of_shifted_and_counted_labels() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logits_are_kept_where_they_are_asked_for(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
     tokens = torch.randint(0, 97, (2, 19))
     labels = tokens.masked_fill(torch.rand(2, 19) < 0.3, -100)
     exact, plain, model = llama().double(), llama().to(dtype), llama().to(dtype)
@@ -149,7 +150,8 @@ def test_logits_are_kept_where_they_are_asked_for(dtype: torch.dtype) -> None:
         assert loss.dtype == torch.float32 and "Softmax" not in type(loss.grad_fn).__name__
         for name in ("loss", "logits"):
             errors = [(getattr(out, name).double() - getattr(true, name)).abs().max() for out in (theirs, ours)]
-            assert errors[1] <= 2 * errors[0] + 1e-6
+            # A sum by a count of items may be 11, of which float32 rounds 1e-6.
+            assert errors[1] <= 2 * errors[0] + 1e-6 * getattr(true, name).abs().max().clamp(min=1)
         # A loss of one's own on the logits has its gradient beside that of the model's loss.
         found = []
         for m, out in ((exact, true), (plain, theirs), (model, ours)):
