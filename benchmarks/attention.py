@@ -5,8 +5,8 @@ process. A product of scores or of values is ``2 * batch * heads * seqlen^2 * he
 of them where causal; forward there are two, backward five, whatever a contender computes again. Inputs lie in L2 as far
 as they fit, as after the projection before them. `error` is the largest difference of the output from PyTorch's
 function in float32 in some rows. FlashAttention 4 takes turns where it is installed (`flash-attn-4`). With `--jax` ours
-in JAX, cuDNN by `jax.nn`, and FlashAttention 3 and tokamax where they are installed do, too; their time is by the
-clock, of many calls less those of a few.
+in JAX, cuDNN by `jax.nn`, and FlashAttention 3 and tokamax where they are installed do, too. The time of all is by the
+clock then, of many calls less those of a few: calls right after a pause take up to 8% less, as the GPU is cooler.
 
     python benchmarks/attention.py --out out/benchmarks
     python benchmarks/attention.py --out out/benchmarks --drawn 20 --seed 7    # shapes that nobody picked
@@ -193,10 +193,6 @@ class InJax:
         compiled = self.jax.jit(lambda derivative, dout: derivative(dout))
         return lambda: compiled(derivative, dout)
 
-    def sample(self, call: Callable[[], Any]) -> float:
-        """Microseconds of a call."""
-        return by_clock(call, self.jax.block_until_ready, CALLS)
-
 
 def in_jax(form: str) -> dict[str, InJax]:
     """Contenders that have arguments for a form."""
@@ -284,6 +280,10 @@ class Case(NamedTuple):
         return PRODUCTS[self.direction] * 2 * b * h * pairs(self.shape, self.form) * d
 
 
+def _synchronize(_: Any) -> None:
+    torch.cuda.synchronize()
+
+
 def measure(case: Case, names: list[str] | None, rounds: int, jax: bool = False) -> list[dict[str, Any]]:
     generator = torch.Generator("cuda").manual_seed(0)
     b, s, h, g, d = case.shape
@@ -310,9 +310,10 @@ def measure(case: Case, names: list[str] | None, rounds: int, jax: bool = False)
     samples: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, call in runs.items():
-            if isinstance(contender := every[name], InJax):
+            if jax:
                 torch.cuda.synchronize()
-                us = contender.sample(call)
+                finish = run.jax.block_until_ready if isinstance(run := every[name], InJax) else _synchronize
+                us = by_clock(call, finish, CALLS)
             else:
                 torch.cuda._sleep(AHEAD)
                 us = elapsed(lambda call=call: [call() for _ in range(CALLS)]) / CALLS
