@@ -35,6 +35,7 @@ CALLS = (
     Decoding((0, 131, 33), 5, 1, 4, 64, 128, 32, 160, "float16", holes=True, float8=True),  # two tiles of rows
     # By TMA.
     Decoding((300, 33), 2, 1, 8, 128, 64, 0, 310, "float16", {"window": 90}, heads_first=True),
+    Decoding((1000, 640), 2, 1, 4, 64, 64, 0, 1010, "float16", {"window": 700}),  # parts of a window
     Decoding((270, 0, 97), 1, 2, 4, 64, 128, 16, 288, sinks=True, holes=True),
     Decoding((390, 200), 3, 1, 4, 128, 128, 128, 512, holes=True, float8=True),
 )

@@ -105,6 +105,7 @@ class DecodeAttention:
         self.keys = self.config.keys  # of a tile
         self.threads, self.pdl = WARP * self.config.warps, can_use_pdl(variant.arch)
         self.producers, self.resident, self.carveout = 0, 1, None
+        self.together = 1  # parts of the keys begin with a multiple of so many tiles
         # What stays in registers: queries, beside sums of values.
         self.keeps_queries = queries_fit(self.config.tiles_m, self.d, self.e)
         self.combine, self.tiles = Combine(self.e, self.pdl), tiles_of(self.config.itemsize, self.d, self.e)
@@ -169,7 +170,8 @@ class DecodeAttention:
         keys = Int32(cutlass.max(cutlass.min(Int64(tensors.lengths[batch]), Int64(size)), Int64(0)))
         begin, end, split = Int32(0), cute.ceil_div(keys, self.keys), index - head * splits
         if const_expr(self.window > 0):
-            begin = cutlass.max(keys - (self.queries - 1 + self.window), Int32(0)) // self.keys
+            before = cutlass.max(keys - (self.queries - 1 + self.window), Int32(0))
+            begin = before // (self.keys * self.together) * self.together
         if const_expr(self.config.split_keys > 0):
             tiles = self.config.split_keys // self.keys
             begin, end = cutlass.max(begin, split * tiles), cutlass.min(end, (split + 1) * tiles)

@@ -55,7 +55,7 @@ class DecodeAttentionSm90(DecodeAttention):
     def __init__(self, variant):
         super().__init__(variant)
         config, self.producers, self.resident, self.carveout = self.config, WARP, RESIDENT, SMEM_PERCENT
-        self.tile, self.box = config.keys * config.warps, config.box
+        self.tile, self.box, self.together = config.keys * config.warps, config.box, config.warps
         self.units = [width * config.itemsize // 2 for width in (self.d, self.e)]
         self.columns = [next(n for n in (64, 32, 16) if width % n == 0) for width in self.units]
 
@@ -98,11 +98,6 @@ class DecodeAttentionSm90(DecodeAttention):
                 self._attend(mma, tensors, work, (sQ, sFactors, (pipeline, slots)), (tidx, warp))
         else:
             self._keep_nothing(tensors, work, heads, tidx)
-
-    def _work(self, tensors, captured, heads, splits):
-        """Parts begin with whole tiles."""
-        work = super()._work(tensors, captured, heads, splits)
-        return work._replace(begin=work.begin // self.config.warps * self.config.warps)
 
     def _slots(self, smem, warp):
         config, pitch = self.config, max(self.units)
