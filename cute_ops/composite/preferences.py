@@ -95,8 +95,9 @@ def _apo_down(xp: Any, c: Any, r: Any, o: Options) -> Any:
 
 def _discopop(xp: Any, c: Any, r: Any, o: Options) -> Any:
     x = o.beta * (c - r)
-    share = sigmoid(xp, x / o.tau)
-    return -logsigmoid(xp, x) * (1 - share) + xp.exp(-x) * share
+    # The power of -x overflows where its share is 0.
+    share = logsigmoid(xp, x / o.tau)
+    return -logsigmoid(xp, x) * (1 - xp.exp(share)) + xp.exp(share - x)
 
 
 Pair = Callable[[Any, Any, Any, Options], Any]

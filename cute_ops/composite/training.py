@@ -211,6 +211,10 @@ class Training(Generic[Array]):
             for name, given in (("old", old), ("reference", reference), ("token_weights", token_weights))
         )
         tokens, kept = self._tokens(function, (hidden, weight, labels, bias), ignore_index, temperature, accum_dtype)
+        # What is given for ignored tokens may be anything.
+        earlier, reference, factor = (
+            given if given is None else xp.where(kept != 0, given, 0 * kept) for given in (earlier, reference, factor)
+        )
         further = tokens - (constant(xp, tokens) if earlier is None else earlier)
         if level == "sequence":
             further = ((further * kept).sum(-1) / self._least(kept.sum(-1)))[:, None]
@@ -231,7 +235,7 @@ class Training(Generic[Array]):
     def linear_distillation_loss(
         self, hidden: Array, weight: Array, teacher_hidden: Array, teacher_weight: Array, target: Array | None = None,
         bias: Array | None = None, *, teacher_bias: Array | None = None, beta: float = 0.5, temperature: float = 1.0,
-        hard: float = 0.0, soft: float = 1.0, ignore_index: int = -100, chunk_rows: int = 0,
+        hard: Any = 0.0, soft: Any = 1.0, ignore_index: int = -100, chunk_rows: int = 0,
         accum_dtype: Any = None,
     ) -> Array:  # fmt: skip
         """The divergence of a student's head from a teacher's, without ever holding all logits of either.
@@ -257,8 +261,8 @@ class Training(Generic[Array]):
             beta: 0 is the forward Kullback-Leibler divergence, 1 the reverse one, between the generalised
                 Jensen-Shannon divergence.
             temperature: divides both logits, for the divergence.
-            hard: weight of the cross entropy.
-            soft: weight of the divergence.
+            hard: weight of the cross entropy: a number, or an array without dims, which may want a gradient.
+            soft: weight of the divergence, likewise; with an array the student's logits are computed once for each.
             ignore_index: the target of tokens that do not count.
             chunk_rows: rows whose logits are held at a time; 0 chooses.
             accum_dtype: as in :func:`linear_cross_entropy`.
@@ -274,7 +278,9 @@ class Training(Generic[Array]):
         Distillation of Language Models, 2023.
         """
         function, xp = "linear_distillation_loss", self._xp
-        if hard and target is None:
+        constants = isinstance(hard, Real) and isinstance(soft, Real)
+        has_hard = not isinstance(hard, Real) or bool(hard)
+        if has_hard and target is None:
             raise ValueError(f"cute.{function}: option `hard` is {hard}, which needs the argument `target`.")
         heads = [self._array(a) for a in (hidden, weight, teacher_hidden, teacher_weight)]
         labels = None if target is None else self._numbers(function, "target", target, heads[0].shape[:-1])
@@ -283,12 +289,17 @@ class Training(Generic[Array]):
         kept = zeros == 0 if labels is None else labels != ignore_index
         count, options = xp.where(kept, zeros + 1, zeros).sum(), (beta, temperature, _named(accum_dtype), chunk_rows)
         of_rows, total = self._distillation
+        apart = None
         if str(heads[0].dtype).removeprefix("torch.") == "float16":
-            rows = of_rows(*heads, bias, teacher_bias, *options)
-            loss = soft * xp.where(kept, rows, zeros).sum() / count
-            return loss + hard * self._losses(hidden, weight, target, bias, ignore_index) if hard else loss  # type: ignore[no-any-return]
+            apart = xp.where(kept, of_rows(*heads, bias, teacher_bias, *options), zeros).sum() / count
+        elif not constants:  # arrays, which may want gradients
+            weights = [xp.where(kept, 1 / count, zeros), None, None]
+            apart = total(*heads, *weights, bias, teacher_bias, *options) + 0 / count
+        if apart is not None:
+            loss = soft * apart
+            return loss + hard * self._losses(hidden, weight, target, bias, ignore_index) if has_hard else loss  # type: ignore[no-any-return]
         weights = [xp.where(kept, soft / count, zeros), None, None]
-        if hard:
+        if has_hard:
             known = (like >= 0) & (like < heads[1].shape[0])
             weights[1:] = [xp.where(kept, xp.where(known, hard / count, xp.nan), zeros), labels]
         return total(*heads, *weights, bias, teacher_bias, *options) + 0 / count  # type: ignore[no-any-return]

@@ -181,8 +181,8 @@ def linear_distillation_loss(
     teacher_bias: Array | None = None,
     beta: float = 0.5,
     temperature: float = 1.0,
-    hard: float = 0.0,
-    soft: float = 1.0,
+    hard: Any = 0.0,
+    soft: Any = 1.0,
     ignore_index: int = -100,
     chunk_rows: int = 0,
     accum_dtype: Any = None,
@@ -210,8 +210,8 @@ def linear_distillation_loss(
         beta: 0 is the forward Kullback-Leibler divergence, 1 the reverse one, between the generalised
             Jensen-Shannon divergence.
         temperature: divides both logits, for the divergence.
-        hard: weight of the cross entropy.
-        soft: weight of the divergence.
+        hard: weight of the cross entropy: a number, or an array without dims, which may want a gradient.
+        soft: weight of the divergence, likewise; with an array the student's logits are computed once for each.
         ignore_index: the target of tokens that do not count.
         chunk_rows: rows whose logits are held at a time; 0 chooses.
         accum_dtype: as in :func:`linear_cross_entropy`.

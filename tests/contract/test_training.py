@@ -113,25 +113,46 @@ def test_policies(adapter: Adapter, kind: str, given: bool) -> None:
 
 
 @pytest.mark.on_gpus
-@pytest.mark.parametrize(("beta", "chunk_rows"), [(0.0, 0), (0.3, 7), (1.0, 0)])
-def test_distillation(adapter: Adapter, chunk_rows: int, beta: float) -> None:
+@pytest.mark.parametrize(
+    ("beta", "chunk_rows", "learned"), [(0.0, 0, False), (0.3, 7, False), (1.0, 0, False), (0.3, 0, True)]
+)
+def test_distillation(adapter: Adapter, chunk_rows: int, beta: float, learned: bool) -> None:
+    """``learned``: the parts' weights want gradients."""
     hidden, weight, target, _ = problem(3)
     rng = np.random.default_rng(4)
     teacher = [rng.standard_normal(s).astype(np.float32) for s in ((SEQUENCES, TOKENS, 3), (N, 3))]
     classes, known = adapter.array(target), adapter.arrays(teacher)
-    options = {"beta": beta, "temperature": 1.5, "hard": 0.25, "soft": 0.5, "chunk_rows": chunk_rows}
+    options = {"beta": beta, "temperature": 1.5, "chunk_rows": chunk_rows}
 
-    def ours(hidden: Any, weight: Any) -> Any:
-        return adapter.ours.linear_distillation_loss(hidden, weight, *known, classes, **options)
+    def ours(hidden: Any, weight: Any, hard: Any = 0.25, soft: Any = 0.5) -> Any:
+        return adapter.ours.linear_distillation_loss(hidden, weight, *known, classes, hard=hard, soft=soft, **options)
 
-    def by_hand(hidden: Any, weight: Any) -> Any:
+    def by_hand(hidden: Any, weight: Any, hard: Any = 0.25, soft: Any = 0.5) -> Any:
         th, tw = (torch.from_numpy(a).double() for a in teacher)
         q, p = F.log_softmax(hidden @ weight.T / 1.5, -1), F.log_softmax(th @ tw.T / 1.5, -1)
         kl = lambda a, b: (a.exp() * (a - b)).sum(-1)  # noqa: E731
         m = (beta * p.exp() + (1 - beta) * q.exp()).log()
         rows = kl(p, q) if beta == 0 else kl(q, p) if beta == 1 else beta * kl(p, m) + (1 - beta) * kl(q, m)
         tokens, kept = tokens_by_hand(hidden, weight, torch.from_numpy(target))
-        return 0.5 * (rows * kept).sum() / kept.sum() - 0.25 * tokens.sum() / kept.sum()
+        return soft * (rows * kept).sum() / kept.sum() - hard * tokens.sum() / kept.sum()
+
+    numbers = [np.array(number, np.float32) for number in (0.25, 0.5)] if learned else []
+    compare(adapter, ours, [hidden, weight, *numbers], by_hand)
+
+
+def test_discopop_of_sequences_far_apart(adapter: Adapter) -> None:
+    """The power of a large number that has no weight is none."""
+    hidden, weight, target, _ = problem(6)
+    reference = np.array([3000] * 3 + [0] * 3, np.float32)
+    classes, known = adapter.array(target), adapter.array(reference)
+
+    def ours(hidden: Any, weight: Any) -> Any:
+        return adapter.ours.linear_preference_loss(hidden, weight, classes, known, kind="discopop")[0]
+
+    def by_hand(hidden: Any, weight: Any) -> Any:
+        tokens, _ = tokens_by_hand(hidden, weight, torch.from_numpy(target))
+        chosen, rejected = (tokens.sum(-1) - torch.from_numpy(reference)).chunk(2)
+        return 0.1 * (rejected - chosen).mean()
 
     compare(adapter, ours, [hidden, weight], by_hand)
 

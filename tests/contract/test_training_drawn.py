@@ -141,10 +141,12 @@ def policies(adapter: Adapter, draw: Draw, kind: str) -> None:
     near = [now.numpy().astype(np.float32) + given.numbers(*shape) / 2 for _ in range(2)]
     old, reference = (a if draw.random() < 0.7 else None for a in near)
     classes, gains = adapter.array(given.target), adapter.array(gain)
-    others = [None if a is None else adapter.array(a) for a in (old, reference)]
+    # What is given for ignored tokens may be anything.
+    anything = np.where(given.target == given.ignored, draw.choice([np.nan, -np.inf, -100.0]), 0).astype(np.float32)
+    others = [None if a is None else adapter.array(a + anything) for a in (old, reference)]
     options = {"beta": beta, "clip_low": low, "clip_high": high, "max_tokens": most, "level": level,
                "ratio_bound": bound, "num_tokens": tokens_of_all, **given.options}  # fmt: skip
-    options["token_weights"] = None if factor is None else adapter.array(factor)
+    options["token_weights"] = None if factor is None else adapter.array(factor + anything)
 
     def ours(hidden: Any, weight: Any, bias: Any) -> Any:
         return adapter.ours.linear_policy_loss(
