@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import inf
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any, Generic, TypeVar
 
 from cute_ops.composite import preferences
@@ -68,6 +68,7 @@ class Training(Generic[Array]):
         function, labels = "linear_log_probs", self._array(target)
         if not labels.shape:
             raise ValueError(f"cute.{function}: argument `target` has 0 dims, expected at least 1: I[*m s].")
+        self._check_type(function, "average", average, bool)
         tokens, kept = self._tokens(function, (hidden, weight, labels, bias), ignore_index, temperature)
         total = tokens.sum(-1)
         return total / kept.sum(-1) if average else total  # type: ignore[no-any-return]
@@ -136,6 +137,8 @@ class Training(Generic[Array]):
         """
         function, labels = "linear_preference_loss", self._array(target)
         count = self._check_preference(function, kind, labels, reference, desirable, label_smoothing)
+        if average is not None:
+            self._check_type(function, "average", average, bool)
         tokens, kept = self._tokens(function, (hidden, weight, labels, bias), ignore_index, temperature, accum_dtype)
         log_probs = tokens.sum(-1)
         if kind in preferences.AVERAGED if average is None else average:
@@ -282,6 +285,7 @@ class Training(Generic[Array]):
         has_hard = not isinstance(hard, Real) or bool(hard)
         if has_hard and target is None:
             raise ValueError(f"cute.{function}: option `hard` is {hard}, which needs the argument `target`.")
+        self._check_type(function, "ignore_index", ignore_index, int)
         heads = [self._array(a) for a in (hidden, weight, teacher_hidden, teacher_weight)]
         labels = None if target is None else self._numbers(function, "target", target, heads[0].shape[:-1])
         like: Any = heads[0][..., :1].sum(-1) if labels is None else labels
@@ -337,6 +341,11 @@ class Training(Generic[Array]):
             known = " or ".join(filter(None, (", ".join(map(repr, kinds[:-1])), repr(kinds[-1]))))
             raise ValueError(f"cute.{name}: option `{option}` is {shown(kind)}, expected {known}.")
 
+    def _check_type(self, function: str, option: str, value: Any, kind: type) -> None:
+        """Raise TypeError unless a value is a bool, or an integer of any type that is none."""
+        if isinstance(value, bool) != (kind is bool) or not isinstance(value, Integral):
+            raise TypeError(f"cute.{function}: option `{option}` must be {kind.__name__}, got {shown(value)}.")
+
     def _check_dims(self, function: str, target: Any) -> None:
         """Raise ValueError unless targets are those of sequences."""
         if len(target.shape) != 2:
@@ -349,8 +358,10 @@ class Training(Generic[Array]):
             problem = f"argument `{name}` has the shape {[*array.shape]}, expected {expected}."
             raise ValueError(f"cute.{function}: {problem}")
         dtype = str(array.dtype).rpartition(".")[2]
+        if name == "target" and dtype not in ("int64", "int32"):
+            raise TypeError(f"cute.{function}: argument `target` has dtype {dtype}, expected int64 or int32.")
         if dtype.startswith(("complex", "float8")) or (dtype == "bool") != (name == "desirable"):
-            expects = "bool" if name == "desirable" else "integers" if name == "target" else "float32"
+            expects = "bool" if name == "desirable" else "float32"
             raise TypeError(f"cute.{function}: argument `{name}` has dtype {dtype}, expected {expects}.")
         return array
 

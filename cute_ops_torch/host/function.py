@@ -29,6 +29,8 @@ Call = Callable[..., Any]
 # The default of a required argument. Python would refuse a call without it before it says which name was misspelt.
 _MISSING = ...  # which torch.compile knows, too
 
+_SYMBOLIC = torch.SymInt, torch.SymFloat, torch.SymBool
+
 
 def make_function(
     op: Op, overload: Call, fast_path: FastPath | ListCalls, *, raw: bool = False, inplace: Call | None = None,
@@ -58,6 +60,8 @@ def make_function(
         if modes_active() or not all((declared.optional and t is None) or is_plain(t) for declared, t in tensors):
             if isinstance(fast_path, ListCalls):
                 fast_path.counts(args)  # what torch's schema refuses, it refuses without the argument's name
+            # Kernels refuse what a schema converts: it cuts a block of 0.5 in an array to 0.
+            _check_attributes(op, args[len(op.inputs) :])
             try:
                 return overload(*args)
             except (RuntimeError, OverflowError, TypeError, AttributeError):
@@ -114,13 +118,14 @@ def _postprocessed(op: Op) -> str:
 
 
 def _check_attributes(op: Op, values: Iterable[Any]) -> None:
-    """Raise TypeError for attributes of other types than declared, and ValueError for integers that are too large:
-    torch's schema or a table has refused them.
-    """
+    """Raise TypeError for attributes of other types than declared, and ValueError for integers that are too large."""
     for name, value in zip(op.keywords, values, strict=False):
+        if isinstance(value, _SYMBOLIC):
+            continue
         if problem := wrong_attribute(op, name, value):
             raise TypeError(message(op, problem)) from None
-        if isinstance(value, int) and value.bit_length() > 63:
+        bits = 1023 if isinstance(op.keywords[name], float) else 63
+        if isinstance(value, int) and value.bit_length() > bits:
             problem = f"attribute `{name}` is {shown(value)}, expected a number of 64 bits."
             raise ValueError(message(op, problem)) from None
 

@@ -213,3 +213,24 @@ def test_log_probabilities(adapter: Adapter) -> None:
 def test_what_is_refused(adapter: Adapter, call: Any, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         call(adapter.ours, *adapter.arrays(problem()[:3]))
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda ours, h, w, t: ours.linear_distillation_loss(h, w, h, w, h[..., 0]),
+         "argument `target` has dtype float32, expected int64 or int32"),
+        (lambda ours, h, w, t: ours.linear_distillation_loss(h, w, h, w, t, ignore_index=0.5),
+         "option `ignore_index` must be int, got 0.5"),
+        (lambda ours, h, w, t: ours.linear_distillation_loss(h, w, h, w, t, ignore_index=True),
+         "option `ignore_index` must be int, got True"),
+        (lambda ours, h, w, t: ours.linear_log_probs(h, w, t, average="none"),
+         "cute.linear_log_probs: option `average` must be bool"),
+        (lambda ours, h, w, t: ours.linear_preference_loss(h, w, t, kind="cpo", average="sum"),
+         "option `average` must be bool"),
+    ],
+    ids=["target", "index", "flag", "log_probs", "preference"],
+)  # fmt: skip
+def test_other_types_are_refused(adapter: Adapter, call: Any, text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        call(adapter.ours, *adapter.arrays(problem()[:3]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -214,6 +215,14 @@ def test_odd_arguments_are_named(name: str) -> None:
         (
             lambda: cute_ops_torch.quantize_fp8(x, 2**70),
             "cute.quantize_fp8: attribute `block` is an int of 71 bits, expected a number of 64 bits.",
+        ),
+        (
+            lambda: cute_ops_torch.quantize_fp8(x, Fraction(1, 2)),
+            "cute.quantize_fp8: attribute `block` must be int, got a Fraction.",
+        ),
+        (
+            lambda: cute_ops_torch.rope(x[:, :, None], x[0, :, :32], x[0, :, :32], interleaved=None),
+            "cute.rope: attribute `interleaved` must be bool, got None.",
         ),
     ],
 )  # fmt: skip
