@@ -14,6 +14,7 @@ from torch import nn
 
 import cute_ops_torch
 from cute_ops_torch.compat.refusal import missing, one_of, only
+from cute_ops_torch.composite.autocast import autocast_given
 
 Tensor = torch.Tensor
 __all__ = [
@@ -147,6 +148,7 @@ def liger_fused_linear_cross_entropy(
     only(name, chunk_mem_const=(chunk_mem_const, 1))
     one_of(name, "reduction", reduction, ("mean", "sum", "none"))
     asked = return_z_loss, return_token_accuracy, return_predicted_tokens
+    input, weight, bias = autocast_given(input, weight, bias)
     if ce_weight is None and not use_token_scaling and not any(asked):
         loss = cute_ops_torch.linear_cross_entropy(
             input, weight, target, bias, ignore_index, label_smoothing, lse_square_scale, reduction,

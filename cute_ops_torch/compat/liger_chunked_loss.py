@@ -14,6 +14,7 @@ from torch import distributed, nn
 import cute_ops_torch
 from cute_ops.composite.preferences import log_odds, logsigmoid
 from cute_ops_torch.compat.refusal import missing, one_of, only
+from cute_ops_torch.composite.autocast import autocast_given
 
 Tensor = torch.Tensor
 Reference = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -63,6 +64,7 @@ class _Preference(nn.Module):
         both))``.
         """
         pairs, other = len(target) // 2, nll_target is not None
+        hidden, weight, bias = autocast_given(hidden, weight, bias)
         alpha = self.alpha if self.compute_nll_loss else 0.0
         loss, log_probs = cute_ops_torch.linear_preference_loss(
             hidden, weight, target, reference, bias, kind=self.kind, beta=self.beta, average=self.average,
@@ -103,6 +105,7 @@ def _of_reference(
         return torch.zeros(len(target), device=target.device)
     if hidden is None or weight is None:
         raise ValueError(f"{name}: ref_input or ref_weight is None, which use_ref_model=True needs.")
+    hidden, weight, bias = autocast_given(hidden, weight, bias)
     return cute_ops_torch.linear_log_probs(hidden, weight, target, bias, average=average, ignore_index=ignore_index)
 
 
@@ -229,6 +232,7 @@ class LigerFusedLinearKTOLoss(nn.Module):
         if preference_labels is None:
             raise ValueError("LigerFusedLinearKTOLoss: preference_labels is None, expected a bool for each sequence.")
         average = self.average_log_prob
+        _input, lin_weight, bias = autocast_given(_input, lin_weight, bias)
         reference = _of_reference(
             "LigerFusedLinearKTOLoss", (ref_input, ref_weight, ref_bias), target, self.use_ref_model,
             ignore_index=self.ignore_index, average=average,
@@ -287,6 +291,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         whose ratio is clipped.
         """
         target = torch.where(attention_mask != 0, selected_token_ids, -100)
+        _input, lin_weight, bias = autocast_given(_input, lin_weight, bias)
         reference = ref_per_token_logps if self.use_ref_model else None
         if self.use_ref_model and reference is None:
             if ref_input is None or ref_weight is None:
@@ -294,6 +299,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
                     "LigerFusedLinearGRPOLoss: neither ref_per_token_logps nor ref_input with ref_weight is given, "
                     "which use_ref_model=True needs."
                 )
+            ref_input, ref_weight, ref_bias = autocast_given(ref_input, ref_weight, ref_bias)
             with torch.no_grad():
                 reference = cute_ops_torch.linear_log_probs(
                     ref_input[:, :, None], ref_weight, target[..., None], ref_bias, temperature=self.temperature
@@ -363,6 +369,8 @@ class LigerFusedLinearJSDLoss(nn.Module):
         true_labels: Tensor, student_bias: Tensor | None = None, teacher_bias: Tensor | None = None,
     ) -> Any:  # fmt: skip
         """The loss, 0 where no token counts; with ``return_soft_hard_loss`` also its two parts."""
+        student_input, student_weight, student_bias = autocast_given(student_input, student_weight, student_bias)
+        teacher_input, teacher_weight, teacher_bias = autocast_given(teacher_input, teacher_weight, teacher_bias)
         student, teacher = (student_input, student_weight), (teacher_input, teacher_weight)
         any_counts = (true_labels != self.ignore_index).any()
 

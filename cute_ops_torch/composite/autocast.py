@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 enabled = torch._C._is_any_autocast_enabled
@@ -16,3 +18,9 @@ def autocast(x: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor, ...
         return x, *weights
     dtype = torch.get_autocast_dtype(device)
     return x.to(dtype), *(w.to(dtype) for w in weights)
+
+
+def autocast_given(x: torch.Tensor, *others: torch.Tensor | None) -> tuple[Any, ...]:
+    """:func:`autocast` of arrays of which some are None."""
+    found = iter(autocast(x, *(a for a in others if a is not None)))
+    return next(found), *(None if a is None else next(found) for a in others)

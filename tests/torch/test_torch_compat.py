@@ -201,3 +201,29 @@ def test_calls_are_compiled_without_a_break(name: str) -> None:
     torch.testing.assert_close(out, wanted)
     gradients = [torch.autograd.grad(each.sum(), inputs) for each in (out, wanted)]
     torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_heads_under_autocast(dtype: torch.dtype) -> None:
+    """A head of float32 is multiplied in autocast's dtype, as Liger's products have it."""
+    x, weight, teacher = torch.randn(4, 3, 8), torch.randn(7, 8), torch.randn(7, 8)
+    target, ones, labels = torch.randint(0, 7, (4, 3)), torch.ones(4, 3), torch.arange(4) < 2
+    losses: list[Callable[[Any, Any, Any], Any]] = [
+        lambda x, w, t: liger.liger_fused_linear_cross_entropy(x.flatten(0, 1), w, target.flatten()),
+        lambda x, w, t: liger_chunked_loss.LigerFusedLinearDPOLoss()(w, x, target, None, x, t)[0],
+        lambda x, w, t: liger_chunked_loss.LigerFusedLinearORPOLoss()(w, x, target)[0],
+        lambda x, w, t: liger_chunked_loss.LigerFusedLinearKTOLoss()(x, w, target, None, labels)[0],
+        lambda x, w, t: liger_chunked_loss.LigerFusedLinearGRPOLoss()(
+            x, w, target, ones, x[:, 0, 0], ref_input=x, ref_weight=t
+        )[0],
+        lambda x, w, t: liger_chunked_loss.LigerFusedLinearJSDLoss()(
+            x.flatten(0, 1), w, x.flatten(0, 1), t, target.flatten()
+        ),
+    ]
+    for loss in losses:
+        w = weight.clone().requires_grad_()
+        with torch.autocast("cpu", dtype):
+            found = loss(x.to(dtype), w, teacher)
+        expected = loss(x.to(dtype), w.to(dtype), teacher.to(dtype))
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(*(torch.autograd.grad(each, w)[0] for each in (found, expected)))
