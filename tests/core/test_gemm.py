@@ -552,6 +552,16 @@ def integers(op: Op, dtype: str, sizes: tuple[int, int, int]) -> dict[str, np.nd
     }
 
 
+@pytest.mark.parametrize(("arch", "stride"), [("sm_90a", 132), ("sm_80", 136)])
+def test_strides_do_not_tell_where_rows_end(arch: str, stride: int, compiled: Callable[[Variant], Path]) -> None:
+    """A sum in place of rows of 131 columns, apart: words of two elements would also be of what lies between rows."""
+    op, dims = linear_dweight_add, {"m": (80,), "n": 136, "k": 131}
+    given = {name: Array(tensor.of(dims), "bfloat16") for name, tensor in op.inputs.items()}
+    memory = {"x": Memory((136, 1)), "total": Memory((stride, 1))}
+    path = compiled(plan(bind(op, given, {"fused": "always"}), memory, parse(arch)).variant)
+    assert {access.bytes for access in sass.accesses(sass.sass(path)) if access.kind == "STG"} == {2}
+
+
 def test_one_stage_would_be_written_while_it_is_stored(compiled: Callable[[Variant], Path]) -> None:
     form = FORMS["pingpong-dweight"]
     with pytest.raises(CompileError, match="10 subtiles of 64 x 32 with 1 stages"):

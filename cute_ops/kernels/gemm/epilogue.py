@@ -52,6 +52,11 @@ class EpilogueTensor(NamedTuple):
         one_stride = self.batched or self.key.layout == "flat" or self.key.rank == 2
         return self.tile and not self.period and self.align == 16 and one_stride
 
+    @property
+    def word(self):
+        """Bytes of words that its rows consist of: strides of rows that do not follow on each other do not tell."""
+        return self.align if self.key.layout == "flat" else self.key.itemsize
+
     def loaded_at(self, v):
         """The index at which :meth:`Epilogue.load` puts the element for the accumulator with this index."""
         if self.tile:
@@ -111,7 +116,7 @@ class Epilogue:
         # Indices of the operands that TMA loads.
         self.by_tma = [i for i, tensor in enumerate(self.operands) if tensor.by_tma and config.tile_stages]
         # Whether rows have an even number of elements: then both of two neighbours lie inside, or neither.
-        self.even = all(tensor.align >= 2 * tensor.key.itemsize for tensor in self.outputs)
+        self.even = all(tensor.word >= 2 * tensor.key.itemsize for tensor in self.outputs)
 
     def _tensor(self, variant, name, kind, index, is_half):
         name, _, period = name.partition("%")

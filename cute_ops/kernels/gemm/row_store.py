@@ -17,7 +17,7 @@ class Subtile(NamedTuple):
         sD: stages of subtiles, whose swizzle has so many ``bits``.
         gD: the subtile in memory.
         shape: rows and columns of a subtile.
-        size: bytes of an element, and those that divide the addresses of rows: of a word.
+        size: bytes of an element, and of a word, which rows consist of.
         stages: the subtile's stage, and that of the subtile before.
         room: rows and columns of the output from the subtile's first element on.
         first, last: whether it is the first and the last one of a tile's row.
@@ -40,7 +40,7 @@ class Subtile(NamedTuple):
         origin = cute.local_tile(cute.make_identity_tensor(whole), subtiles.shape, at)[0, 0]
         return cls(
             sD, output.layout.inner.num_bits, cute.local_tile(output.tensor, subtiles.shape, at), subtiles.shape,
-            (tensor.key.itemsize, tensor.align), (subtiles.stage(tile, i), subtiles.stage(tile, max(i - 1, 0))),
+            (tensor.key.itemsize, tensor.word), (subtiles.stage(tile, i), subtiles.stage(tile, max(i - 1, 0))),
             (whole[0] - origin[0], whole[1] - origin[1]), i % across == 0, i % across == across - 1,
         )  # fmt: skip
 
