@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import wraps
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import jax
@@ -61,7 +62,18 @@ def unwrapped(array: Any) -> Any:
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:
     """A decorator: misspelt arguments of a function are named, and those that are no arrays."""
-    return suggesting(function, wrong_array)
+    return suggesting(promoting(function), wrong_array)
+
+
+def promoting(function: Callable[P, R]) -> Callable[P, R]:
+    """A decorator: ranks and dtypes are promoted inside of a function, whatever the program asks of its own code."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+            return function(*args, **kwargs)
+
+    return call
 
 
 def wrong_array(value: Any) -> str:

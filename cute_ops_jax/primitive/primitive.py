@@ -27,7 +27,7 @@ from cute_ops_jax import _compat
 from cute_ops_jax.distributed import explicit, partitioner, slices
 from cute_ops_jax.distributed.varying import Axes, alike
 from cute_ops_jax.primitive import ffi, framework, lowering
-from cute_ops_jax.primitive.arrays import Arrays, Attributes, in_order, specs
+from cute_ops_jax.primitive.arrays import Arrays, Attributes, in_order, promoting, specs
 
 T = TypeVar("T")
 MOST_TRACED = 512
@@ -265,6 +265,7 @@ class OpPrimitive:
 
         return OnTerms(framework, terms.keys(), call, add).run(self.op, given, attrs)
 
+    @promoting
     def _run(
         self, run: Lowering, binding: Binding, arrays: Sequence[Any], inplace: bool, axes: Axes = (),
         transposed: lowering.Transposed = lowering.NONE,
@@ -326,6 +327,7 @@ class Composite(OpPrimitive):
         results: list[jax.Array] = jax.vmap(run)(batched)
         return results
 
+    @promoting
     def _run(
         self, run: Lowering, binding: Binding, arrays: Sequence[Any], inplace: bool, axes: Axes = (),
         transposed: lowering.Transposed = lowering.NONE,

@@ -23,7 +23,7 @@ from cute_ops.declaration.tensor import Tensor
 from cute_ops_jax import _compat
 from cute_ops_jax.distributed import explicit
 from cute_ops_jax.distributed.varying import Axes, varies
-from cute_ops_jax.primitive.arrays import Attributes
+from cute_ops_jax.primitive.arrays import Attributes, promoting
 from cute_ops_jax.primitive.primitive import OpPrimitive, no_derivative, primitive_of
 
 Arrays = dict[str, jax.Array]
@@ -114,6 +114,7 @@ def differentiable(op: Op) -> Callable[[StaticCall, Arrays], Arrays]:
 
     def backward_rule(call: StaticCall, saved: Saved, cotangents: dict[str, Any]) -> tuple[dict[str, Any]]:
         kept, mark = saved
+        kept = _arrays(kept)
         sizes = {} if mark is None else dict(zip(optional, mark.shape[1:], strict=True))
         cotangents = {name: _whole(cotangent, call.axes) for name, cotangent in cotangents.items()}
         known: dict[str, Any] = {**kept, **{f"d{name}": cotangent for name, cotangent in cotangents.items()}}
@@ -144,11 +145,17 @@ def differentiable(op: Op) -> Callable[[StaticCall, Arrays], Arrays]:
     return reverse_only
 
 
+def _arrays(saved: Mapping[str, Any]) -> Arrays:
+    """What was saved: JAX hands back a number of the program, such as a seed, as a number with a dtype."""
+    return {name: a if hasattr(a, "shape") else jnp.asarray(a, a.dtype) for name, a in saved.items()}
+
+
 def _like(cotangent: Any, dtype: Any) -> Any:
     """A cotangent as the gradient of an input of this dtype; None, a zero gradient, where there is none."""
     return None if isinstance(cotangent, SymbolicZero) else cotangent.astype(dtype)
 
 
+@promoting
 def _times(gradient: jax.Array, cotangent: Any) -> Any:
     """The product in float32: a cotangent rounded to 16 bits would add more error than the last rounding."""
     return None if isinstance(cotangent, SymbolicZero) else (gradient * cotangent).astype(gradient.dtype)

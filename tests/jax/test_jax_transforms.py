@@ -465,3 +465,29 @@ def test_a_gradient_alone_computes_no_other(name: str, close: Close) -> None:
     called = re.findall(r"\bcute_(\w+)\[", jaxpr)
     assert [one for one in called if re.search(r"_(bwd|dx|dweight|dw)(_|$)", one)] == expected
     close(alone(*function.arrays), function.gradient(*function.arrays)[function.differentiable.index(k)])
+
+
+@pytest.mark.parametrize("how", ["rank", "dtype"])
+def test_programs_that_refuse_promotion(how: str) -> None:
+    x, w, t = jnp.ones((4, 8), jnp.bfloat16), jnp.ones(8), jnp.zeros(4, jnp.int32)
+
+    def run(x: jax.Array, w: jax.Array) -> jax.Array:
+        y = cute_ops_jax.dropout_add_rmsnorm(x, x, w, 3)[0]
+        z = cute_ops_jax.rope_from_positions(y[None, :, None], jnp.arange(4))
+        losses = cute_ops_jax.linear_log_probs(z[:, :, 0], x, t[None])
+        return losses.sum() + cute_ops_jax.linear_cross_entropy(y, x, t)
+
+    gradient = jax.grad(run, (0, 1))
+    strict = {"rank": jax.numpy_rank_promotion("raise"), "dtype": jax.numpy_dtype_promotion("strict")}[how]
+    with strict:
+        found = jax.jit(gradient)(x, w)
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, found, jax.jit(gradient)(x, w)))
+
+
+def test_the_gradient_of_an_op_with_a_number_for_an_array() -> None:
+    x, w = jnp.ones((4, 8)), jnp.ones(8)
+
+    def gradient(seed: Any) -> jax.Array:
+        return jax.grad(lambda x: jnp.sin(cute_ops_jax.dropout_add_rmsnorm(x, 2 * x, w, seed, 0.5)[0]).sum())(x)
+
+    np.testing.assert_array_equal(gradient(3), gradient(jnp.int32(3)))
