@@ -60,8 +60,8 @@ def make_function(
         if modes_active() or not all((declared.optional and t is None) or is_plain(t) for declared, t in tensors):
             if isinstance(fast_path, ListCalls):
                 fast_path.counts(args)  # what torch's schema refuses, it refuses without the argument's name
-            # Kernels refuse what a schema converts: it cuts a block of 0.5 in an array to 0.
-            _check_attributes(op, args[len(op.inputs) :])
+            # A schema cuts a block of 0.5 in an array to 0; of floats it loses nothing.
+            _check_attributes(op, args[len(op.inputs) :], (bool, int, str))
             try:
                 return overload(*args)
             except (RuntimeError, OverflowError, TypeError, AttributeError):
@@ -117,10 +117,12 @@ def _postprocessed(op: Op) -> str:
     return f"_postprocess(_out, ({', '.join(op.inputs)},), ({attributes}), {options})"
 
 
-def _check_attributes(op: Op, values: Iterable[Any]) -> None:
-    """Raise TypeError for attributes of other types than declared, and ValueError for integers that are too large."""
+def _check_attributes(op: Op, values: Iterable[Any], kinds: tuple[type, ...] = (bool, int, str, float)) -> None:
+    """Raise TypeError for attributes of these kinds that are of another type, and ValueError for integers that are too
+    large.
+    """
     for name, value in zip(op.keywords, values, strict=False):
-        if isinstance(value, _SYMBOLIC):
+        if isinstance(value, _SYMBOLIC) or not isinstance(op.keywords[name], kinds):
             continue
         if problem := wrong_attribute(op, name, value):
             raise TypeError(message(op, problem)) from None
