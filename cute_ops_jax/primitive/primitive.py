@@ -265,18 +265,19 @@ class OpPrimitive:
 
         return OnTerms(framework, terms.keys(), call, add).run(self.op, given, attrs)
 
-    @promoting
     def _run(
         self, run: Lowering, binding: Binding, arrays: Sequence[Any], inplace: bool, axes: Axes = (),
         transposed: lowering.Transposed = lowering.NONE,
     ) -> list[jax.Array]:  # fmt: skip
         """The body of the primitive on one device, by the reference or the kernel, or by what runs instead."""
         program = lowering.fallback(binding, run is lowering.kernel, transposed) if self.op.fallback else None
-        if program is None:
-            return run(binding, arrays, inplace, transposed)
-        given = lowering.by_name(binding, arrays)
-        found = program.run(framework, partial(by_lowering, run), given, binding.attrs)
-        return list(slices.present({n: found[n] for n in self.op.results}).values())
+        # As promoting, without another file on the way to a first kernel.
+        with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+            if program is None:
+                return run(binding, arrays, inplace, transposed)
+            given = lowering.by_name(binding, arrays)
+            found = program.run(framework, partial(by_lowering, run), given, binding.attrs)
+            return list(slices.present({n: found[n] for n in self.op.results}).values())
 
 
 class Composite(OpPrimitive):
