@@ -155,6 +155,12 @@ def cluster_for(vectors: int, per_cta: int, most: int) -> int:
     return ctas
 
 
+def are_contiguous(problem: Problem, names: Iterable[str]) -> bool:
+    """Whether each row of these tensors begins where the one before it ends, as far as their alignment tells."""
+    sizes = {name: problem.dims["n"] * ITEMSIZE[problem.dtypes[name]] for name in names if name in problem.dtypes}
+    return all(problem.aligns[name] == min(size & -size, VECTOR_BYTES) for name, size in sizes.items())
+
+
 def uneven_share(row: RowProblem) -> int | None:
     """Threads of an aligned row of up to a warp's vectors, about three each, where with one each many would have none;
     None for other rows.

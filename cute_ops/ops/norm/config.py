@@ -27,6 +27,7 @@ from cute_ops.ops.rows import (
     WIDEST_VECTOR,
     Ladder,
     RowProblem,
+    are_contiguous,
     bytes_of,
     cluster_for,
     in_step,
@@ -150,9 +151,7 @@ def _goes_in_blocks(problem: Problem, row: RowProblem, centred: bool) -> bool:
 
     Rows that lie apart do not go through shared memory as one piece: in registers they have a config of their own.
     """
-    sizes = {name: row.n * ITEMSIZE[problem.dtypes[name]] for name in TENSORS if name in problem.dtypes}
-    follow = all(problem.aligns[name] == min(size & -size, VECTOR_BYTES) for name, size in sizes.items())
-    if not follow or row.n % row.vector_elements == 0 or row.vectors <= SHORTEST_ROW:
+    if not are_contiguous(problem, TENSORS) or row.n % row.vector_elements == 0 or row.vectors <= SHORTEST_ROW:
         return False
     halves = row.n % (row.vector_elements // 2) == 0
     if row.itemsize == 4:

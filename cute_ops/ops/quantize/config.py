@@ -23,6 +23,7 @@ from cute_ops.ops.rows import (
     TWO_PASS_LONG_THREADS,
     TWO_PASS_THREADS,
     UNEVEN_THREADS,
+    are_contiguous,
     bytes_of,
     cluster_for,
     ring_bytes,
@@ -30,6 +31,8 @@ from cute_ops.ops.rows import (
     vary_resident,
 )
 
+# Tensors with rows, beside a residual.
+ROWS = "x", "gate", "up", "out"
 # Columns that share a scale.
 BLOCK = 128
 # Elements of a row that a CTA holds in float32; fewer with a weight.
@@ -129,14 +132,13 @@ def config(problem: Problem) -> QuantizeConfig:
 def _goes_in_blocks(problem: Problem, row: _Quantized) -> bool:
     """Whether a row with a scale of its own is a short one that starts off a vector, and follows on the one before."""
     n = problem.dims["n"]
-    sizes = {name: n * ITEMSIZE[problem.dtypes[name]] for name in ("x", "gate", "up", "out") if name in problem.dtypes}
-    follow = all(problem.aligns[name] == min(size & -size, VECTOR_BYTES) for name, size in sizes.items())
+    contiguous = are_contiguous(problem, ROWS)
     fits = row.vectors > SHORTEST_ROW and n <= (WARP * MOST_BLOCKS_COLUMNS if row.by_row else BLOCK)
-    return follow and fits and not row.aligned and "residual" not in problem.dtypes
+    return contiguous and fits and not row.aligned and "residual" not in problem.dtypes
 
 
 def _blocks(problem: Problem) -> QuantizeConfig:
-    n, each = problem.dims["n"], bytes_of(problem, ("x", "gate", "up", "out"))
+    n, each = problem.dims["n"], bytes_of(problem, ROWS)
     block = BLOCKS_THREADS * BLOCKS_UNROLL * n * each
     fitting = (share for share in (4, 8, 16) if n <= share * BLOCKS_COLUMNS and block <= share * BLOCKS_BYTES)
     share = next(fitting, WARP)
