@@ -137,11 +137,12 @@ class Training(Generic[Array]):
         """
         function, labels = "linear_preference_loss", self._array(target)
         count = self._check_preference(function, kind, labels, reference, desirable, label_smoothing)
-        if average is not None:
-            self._check_type(function, "average", average, bool)
+        if average is None:
+            average = kind in preferences.AVERAGED
+        self._check_type(function, "average", average, bool)
         tokens, kept = self._tokens(function, (hidden, weight, labels, bias), ignore_index, temperature, accum_dtype)
         log_probs = tokens.sum(-1)
-        if kind in preferences.AVERAGED if average is None else average:
+        if average:
             log_probs = log_probs / kept.sum(-1)
         ratios = log_probs
         if kind not in preferences.ALONE and reference is not None:
@@ -294,7 +295,7 @@ class Training(Generic[Array]):
         count, options = xp.where(kept, zeros + 1, zeros).sum(), (beta, temperature, _named(accum_dtype), chunk_rows)
         of_rows, total = self._distillation
         apart = None
-        if str(heads[0].dtype).removeprefix("torch.") == "float16":
+        if _named(heads[0].dtype) == "float16":
             apart = xp.where(kept, of_rows(*heads, bias, teacher_bias, *options), zeros).sum() / count
         elif not constants:  # arrays, which may want gradients
             weights = [xp.where(kept, 1 / count, zeros), None, None]
@@ -357,7 +358,7 @@ class Training(Generic[Array]):
         if [*array.shape] != expected:
             problem = f"argument `{name}` has the shape {[*array.shape]}, expected {expected}."
             raise ValueError(f"cute.{function}: {problem}")
-        dtype = str(array.dtype).rpartition(".")[2]
+        dtype = _named(array.dtype)
         if name == "target" and dtype not in ("int64", "int32"):
             raise TypeError(f"cute.{function}: argument `target` has dtype {dtype}, expected int64 or int32.")
         if dtype.startswith(("complex", "float8")) or (dtype == "bool") != (name == "desirable"):
