@@ -84,9 +84,9 @@ class Chunks(Protocol):
     """A linear layer whose rows a framework processes in chunks. Arrays have one leading dim, the rows. A method that
     takes and returns an array may change it in place.
 
-    A framework's class is made from the layer (hidden, weight, bias), those of another head with as many classes, with
-    a word before their names, and other arrays with rows, by name; the
-    attributes ``accum_dtype`` and ``chunk_rows``; and the wanted gradients, ``dhidden``, ``dweight`` or ``dbias``.
+    A framework's class is made from arrays by name: the layer's hidden, weight and bias, other arrays with rows, and
+    those of a second head with as many classes, whose names begin with a word such as ``teacher_``; from the attributes
+    ``accum_dtype`` and ``chunk_rows``; and from the wanted gradients, ``dhidden``, ``dweight`` or ``dbias``.
     """
 
     inputs: Mapping[str, Any]
@@ -107,7 +107,7 @@ class Chunks(Protocol):
         """The array with the chunk's rows replaced by these."""
 
     def logits(self, at: Any, head: str = "") -> Any:
-        """``hidden @ weight.T + bias`` of a chunk, of the head with this word before its names."""
+        """``hidden @ weight.T + bias`` of a chunk; ``head``: the word that the names of its arrays begin with."""
 
     def sums(self) -> dict[str, Any]:
         """Arrays for the wanted gradients by name, which chunks fill or add to."""

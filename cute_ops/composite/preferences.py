@@ -108,9 +108,9 @@ PAIRS: Mapping[str, Pair] = {
     "apo_zero": _apo_zero, "apo_down": _apo_down, "discopop": _discopop,
 }  # fmt: skip
 KINDS = (*PAIRS, "kto")
-# Those that no reference model takes part in, and those of which log-probabilities are means over tokens.
+# Kinds without a reference model, and kinds whose log-probabilities are means over tokens.
 ALONE, AVERAGED = ("orpo", "simpo", "cpo"), ("orpo", "simpo")
-# Those of which the share of wrong preferences has bounds.
+# By kind: the range of ``label_smoothing`` in words, and whether a number is in it.
 SMOOTHED: Mapping[str, tuple[str, Callable[[float], bool]]] = {
     "robust": ("at least 0 and below 0.5", lambda share: 0 <= share < 0.5),
     "exo_pair": ("above 0 and below 1", lambda share: 0 < share < 1),

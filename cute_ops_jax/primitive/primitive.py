@@ -271,7 +271,7 @@ class OpPrimitive:
     ) -> list[jax.Array]:  # fmt: skip
         """The body of the primitive on one device, by the reference or the kernel, or by what runs instead."""
         program = lowering.fallback(binding, run is lowering.kernel, transposed) if self.op.fallback else None
-        # As promoting, without another file on the way to a first kernel.
+        # What `promoting` does, written out: its wrapper would add two moves between files to each first call.
         with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
             if program is None:
                 return run(binding, arrays, inplace, transposed)

@@ -24,7 +24,7 @@ ALL = (-1, -1)  # the limits of a mask that allows all
 _calls: dict[Any, tuple[float, bool]] = {}  # scale and causal of direct calls of our op
 _MOST_CALLS = 1 << 12
 _compiling = torch.compiler.is_dynamo_compiling
-_fixed = torch.are_deterministic_algorithms_enabled
+_deterministic = torch.are_deterministic_algorithms_enabled
 
 
 def computes(x: Tensor) -> bool:
@@ -68,7 +68,7 @@ def scaled_dot_product_attention(
             call = None
     if known is not None:  # a call like an earlier one: what its shapes mean is known
         q, k, v = query.transpose(-3, -2), key.transpose(-3, -2), value.transpose(-3, -2)
-        return _attention(q, k, v, None, *known, -1, -1, 0.0, _fixed())[0].transpose(-3, -2)  # type: ignore[no-any-return]
+        return _attention(q, k, v, None, *known, -1, -1, 0.0, _deterministic())[0].transpose(-3, -2)  # type: ignore[no-any-return]
     out = None
     if attn_mask is None and dropout_p == 0:
         out = _by_shapes(query, key, value, call, (is_causal, scale, enable_gqa))
@@ -144,10 +144,10 @@ def attend_rows(
     """
     out: Tensor
     if offsets is None:
-        out, _ = _attention(q, k, v, sinks, *options, _fixed())
+        out, _ = _attention(q, k, v, sinks, *options, _deterministic())
         return out
     flat = (x.flatten(0, -3) for x in (q, k, v))
-    out = _packed(*flat, *offsets, sinks, *options, _fixed())[0]
+    out = _packed(*flat, *offsets, sinks, *options, _deterministic())[0]
     return out.unflatten(0, q.shape[:-2])  # type: ignore[no-any-return]
 
 

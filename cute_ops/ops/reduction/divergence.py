@@ -184,7 +184,8 @@ divergence_step = _step(
 distillation_step = _step(
     "distillation_step", _distillation_step,
     {"target": Tensor("*m", "I", upper_bound="n"), "soft": _WEIGHT, "hard": _WEIGHT},
-    """As :func:`divergence_step`, plus the student's cross entropy of a target times another weight.
+    """A weighted sum of each row's :func:`divergence` and of the student's cross entropy, and its gradient to the
+    student's logits, in one pass.
 
     Args:
         student: ``T[*m n]``: logits, whose memory the gradient may take.
