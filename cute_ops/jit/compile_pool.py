@@ -24,8 +24,9 @@ from cute_ops.jit import toolchain
 from cute_ops.jit.variant import Variant
 
 # The worker must not find a GPU, since a context would cost memory and could hang. The DSL's own cache is off, since it
-# lies in the shared temporary folder.
-SETTINGS = {"CUDA_VISIBLE_DEVICES": "", "CUTE_DSL_DISABLE_FILE_CACHING": "1"}
+# lies in the shared temporary folder. The compiler imports NumPy, whose BLAS would start a thread per core: they have
+# nothing to do, but spin for a while.
+SETTINGS = {"CUDA_VISIBLE_DEVICES": "", "CUTE_DSL_DISABLE_FILE_CACHING": "1", "OPENBLAS_NUM_THREADS": "1"}
 FRAMEWORKS = ("torch", "jax")
 # The program's module, by the name under which a worker can import it.
 _PROGRAM = importable("__main__:").partition(":")[0]

@@ -151,6 +151,15 @@ def test_all_that_a_compile_imports_is_part_of_every_kernels_name(worker: Pool, 
     )
 
 
+@pytest.mark.slow
+def test_a_compile_has_no_threads_of_a_blas(variant: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    worker = Pool(1)
+    with pytest.raises(CompileError, match="threads: 2, "):  # its own, and the one that ends it with the program
+        worker.compile(variant("Telling"), tmp_path / "a.so")
+    worker.close()
+
+
 @pytest.mark.fault(
     "a kernel's file is edited while it is compiled",
     "an error asks for a restart; nothing is stored under the old name", "nothing",
