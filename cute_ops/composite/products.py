@@ -80,9 +80,15 @@ class Products(ABC, Generic[Array]):
     def expanded(self, array: Any, fit: Fit) -> Any:
         """An operand, broadcast as it meets the product."""
 
-    def columns_to_vectors(self, x: Any, w_down: Any, transposed: bool, fused: str) -> int:
-        """Columns by which an MLP's hidden layer is widened, so that its rows begin at whole vectors."""
+    def columns_to_vectors(self, x: Any, first: Any, w_down: Any, transposed: bool, fused: str) -> int:
+        """Columns that an MLP's hidden layer lacks of whole vectors, if its rows are to begin at such."""
         return 0
+
+    def apart(self, op: Op, columns: int, arrays: Sequence[Any], attrs: Sequence[Any]) -> Any:
+        """The output of a product with so many columns, in rows that begin at lines of memory; None where a gradient
+        is wanted.
+        """
+        return None
 
     def widened(self, array: Any, axis: int, columns: int) -> Any:
         """An array with so many zeros behind an axis, -1 or -2."""

@@ -17,14 +17,15 @@ from cute_ops.ops.gemm import by_call
 from cute_ops.ops.gemm.by_call import Epilogue
 from cute_ops_torch.composite.autocast import autocast, enabled
 from cute_ops_torch.composite.constant import attribute, constant, functions, guard, traced, whole
-from cute_ops_torch.library.modes import EXACT
+from cute_ops_torch.library.modes import EXACT, transforms_active
 from cute_ops_torch.library.tensors import array
 from cute_ops_torch.registry import define
 
 Tensor = torch.Tensor
-HALF, VECTOR = (torch.bfloat16, torch.float16), VECTOR_BYTES // 2
-# Rows of an MLP's input from which on an odd hidden layer is widened, by its columns: without and with a gradient.
-LEAST_ROWS = 6, 2
+HALF, VECTOR, LINE = (torch.bfloat16, torch.float16), VECTOR_BYTES // 2, 64  # elements of 16 bits
+# Rows of an MLP's input from which on an odd hidden layer is widened for a gradient, by its columns; without one
+# elements of the hidden layer from which on its rows lie apart, which takes the host longer.
+LEAST_ROWS, LEAST_APART = 2, 1 << 22
 constant(by_call.read_by_halves)  # torch.compile calls it, and does not trace it
 
 
@@ -38,17 +39,31 @@ class TorchProducts(Products[Tensor]):
     def operands(self, *arrays: Tensor) -> tuple[Tensor, ...]:
         return autocast(*arrays)
 
-    def columns_to_vectors(self, x: Any, w_down: Any, transposed: bool, fused: str) -> int:
-        if self.tracing() or fused != "auto" or type(x) not in EXACT or type(w_down) not in EXACT or w_down.ndim != 2:
+    def columns_to_vectors(self, x: Any, first: Any, w_down: Any, transposed: bool, fused: str) -> int:
+        if self.tracing() or fused != "auto" or any(type(t) not in EXACT for t in (x, first, w_down)):
             return 0
-        n = w_down.shape[0 if transposed else -1]
+        n = w_down.shape[0 if transposed else -1] if w_down.ndim == 2 else 0
         if n % VECTOR == 0 or not x.is_cuda or x.dtype not in HALF or not x.ndim:
             return 0
+        rows, columns = math.prod(x.shape[:-1]), max(x.shape[-1], w_down.shape[1 if transposed else 0])
+        if not _differentiated(x, first, w_down):
+            return -n % VECTOR if rows * n >= LEAST_APART and not transforms_active() else 0
         # Copies of the hidden layer and of its gradient, and stores off a vector, take longer than a copy of the
         # weights if there are rows enough.
-        rows, columns = math.prod(x.shape[:-1]), max(x.shape[-1], w_down.shape[1 if transposed else 0])
-        differentiated = torch.is_grad_enabled() and (x.requires_grad or w_down.requires_grad)
-        return -n % VECTOR if rows >= LEAST_ROWS[differentiated] * columns else 0
+        return -n % VECTOR if rows >= LEAST_ROWS * columns else 0
+
+    def apart(self, op: Op, columns: int, arrays: Sequence[Tensor], attrs: Sequence[Any]) -> Tensor | None:
+        x, weight = arrays[:2]
+        if (
+            _differentiated(*arrays)
+            or weight.dtype != x.dtype
+            or any(type(t) not in EXACT or t.is_neg() for t in arrays)
+        ):
+            return None
+        out = x.new_empty(*x.shape[:-1], -(-columns // LINE) * LINE)[..., :columns]
+        call = define(op).launcher.find(arrays, attrs, {next(iter(op.outputs)): out})
+        call.fill(tuple(op.outputs))(*arrays, out)
+        return out
 
     def widened(self, array: Tensor, axis: int, columns: int) -> Tensor:
         return F.pad(array, (0, 0) * (-1 - axis) + (0, columns))
@@ -81,6 +96,10 @@ class TorchProducts(Products[Tensor]):
         return function(x, weight, activation, fused, out=out)  # type: ignore[no-any-return]
 
     gated_linear.__doc__ = Products.gated_linear.__doc__
+
+
+def _differentiated(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
 def _op(make: Callable[..., Op], function: str | tuple[str, ...], *options: Any) -> Op:

@@ -34,6 +34,7 @@ from cute_ops.ops.gemm.accumulate import linear_dweight_add
 from cute_ops.ops.gemm.config import CLUSTERS, TILES, EpilogueCost, configs, without_tma
 from cute_ops.ops.gemm.linear import HALVES, PRODUCTS, linear, linear_dweight, linear_dx, linear_float32
 from cute_ops.tools import gradient
+from cute_ops_torch.composite import products
 from cute_ops_torch.host.launch import planned_call
 from cute_ops_torch.library.tensors import DTYPES, bind_tensors, memory
 from tests.ops.epilogues import BY_NAME as EPILOGUES
@@ -675,6 +676,39 @@ def test_gated_mlp(sizes: tuple[int, int, int, int], activation: str, transposed
     for first, again, wanted in zip(*results, [exact, *torch.autograd.grad(exact, wide, dout.double())], strict=True):
         assert torch.equal(first, again)
         torch.testing.assert_close(first.double(), wanted, rtol=0.02, atol=0.02 * wanted.abs().max().item())
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("lead", "n"), [((300,), 265), ((3, 50), 132)])
+def test_odd_hidden_layers(lead: tuple[int, ...], n: int, transposed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a gradient their rows lie apart, and what lies between is neither read nor part of a result."""
+    monkeypatch.setattr(products, "LEAST_APART", 0)
+    generator, (k, p) = torch.Generator(DEVICE).manual_seed(0), (136, 200)
+
+    def made(*shape: int) -> torch.Tensor:
+        return (torch.randn(shape, generator=generator, device=DEVICE) / shape[-1] ** 0.5).bfloat16()
+
+    x, up, b_up, gate_up, down, b_down = made(*lead, k), made(n, k), made(n), made(2, n, k), made(p, n), made(p)
+    wide_x, wide_up, wide_gate_up, wide_down = (t.double() for t in (x, up, gate_up, down))
+    silu, linear = torch.nn.functional.silu, torch.nn.functional.linear
+    gate, through = (linear(wide_x, w) for w in wide_gate_up)
+    wanted = [
+        linear(silu(linear(wide_x, wide_up, b_up.double())), wide_down, b_down.double()),
+        linear(silu(linear(wide_x, wide_up)), wide_down), linear(silu(gate) * through, wide_down),
+    ]  # fmt: skip
+    if transposed:
+        up, down, gate_up = up.T.contiguous(), down.T.contiguous(), gate_up.permute(2, 0, 1).contiguous()
+    packed = gate_up.flatten(1) if transposed else gate_up.flatten(0, 1)
+    torch.full((1 << 20,), torch.nan, dtype=x.dtype, device=DEVICE)  # memory that the hidden layer takes next
+    found = [
+        cute_ops_torch.mlp(x, up, b_up, down, b_down, "silu", transposed=transposed),
+        cute_ops_torch.mlp(x, up, None, down, None, "silu", transposed=transposed),
+        cute_ops_torch.gated_mlp(x, packed, down, transposed=transposed),
+        cute_ops_torch.gated_mlp(x, gate_up, down, transposed=transposed, halves=True),
+    ]
+    finish(f"odd hidden layer of {n}")
+    for out, right in zip(found, (*wanted, wanted[-1]), strict=True):
+        torch.testing.assert_close(out.double(), right, rtol=0.02, atol=0.02 * right.abs().max().item())
 
 
 @pytest.mark.parametrize(("save", "transposed"), [("pre", False), ("none", True)])

@@ -12,9 +12,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional as F
 
 import cute_ops_torch
+from cute_ops import Op
 from cute_ops.composite.mlp import ACTIVATIONS
 from cute_ops_torch.composite import products as composite
 from cute_ops_torch.composite.products import products
+from cute_ops_torch.registry import define
 from tests.torch.test_torch_wanted_gradients import Recorded
 
 EXACT = {
@@ -193,7 +195,7 @@ def test_rows_that_lie_apart() -> None:
 
 
 def test_which_hidden_layers_are_widened(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Odd ones of 16 bits on a GPU, of rows enough, unless a form is asked for."""
+    """Odd ones of 16 bits on a GPU, of rows enough or without a gradient large enough, unless a form is asked for."""
     monkeypatch.setattr(composite, "EXACT", {FakeTensor, torch.nn.Parameter})
     with FakeTensorMode():
 
@@ -202,13 +204,14 @@ def test_which_hidden_layers_are_widened(monkeypatch: pytest.MonkeyPatch) -> Non
         ) -> int:  # fmt: skip
             x = torch.empty(4, m // 4, 24, dtype=dtype, device=device)
             down = torch.empty(20, n, dtype=dtype, device=device, requires_grad=True)
-            return products.columns_to_vectors(x, down, False, fused)
+            return products.columns_to_vectors(x, down, down, False, fused)
 
         assert [columns(48, 33), columns(44, 33), columns(48, 40), columns(48, 36, torch.float16)] == [7, 0, 0, 4]
         assert not columns(96, 33, torch.float32) and not columns(96, 33, device="cpu")
         assert not columns(96, 33, fused="never")
+        monkeypatch.setattr(composite, "transforms_active", lambda: False)  # but for that of fake tensors
         with torch.no_grad():
-            assert [columns(140, 33), columns(144, 33)] == [0, 7]
+            assert [columns(4, 2**20 - 1), columns(4, 2**20 + 1), columns(2**20, 33)] == [0, 7, 7]
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -229,6 +232,13 @@ def test_widened_hidden_layers(transposed: bool, monkeypatch: pytest.MonkeyPatch
         out = function(*given, transposed=transposed)
         return [out, *torch.autograd.grad(out.square().sum(), given)]
 
+    def apart(self: Any, op: Op, columns: int, arrays: Sequence[torch.Tensor], attrs: Sequence[Any]) -> Any:
+        """What our kernel writes on a GPU."""
+        if torch.is_grad_enabled():
+            return None
+        out = arrays[0].new_full((*arrays[0].shape[:-1], 64), torch.nan)[..., :columns]
+        return out.copy_(define(op).function(*arrays, *attrs))
+
     for function, *given in calls:
         expected = run(function, given)
         with monkeypatch.context() as patch:
@@ -236,3 +246,8 @@ def test_widened_hidden_layers(transposed: bool, monkeypatch: pytest.MonkeyPatch
             torch.testing.assert_close(run(function, given), expected)
             with pytest.raises(ValueError, match="k=23"):
                 function(x[:, 1:], *given[1:], transposed=transposed)
+            patch.setattr(type(products), "apart", apart)
+            with torch.no_grad():
+                torch.testing.assert_close(function(*given, transposed=transposed), expected[0])
+                with pytest.raises(ValueError, match="k=23"):
+                    function(x[:, 1:], *given[1:], transposed=transposed)
