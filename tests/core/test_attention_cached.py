@@ -39,7 +39,7 @@ CALLS = {
         {"causal": True, "left": 100}, rest=3,
     ),
     "contiguous": Cached(
-        Decoding((130, 300), 1, 1, 1, 80, 96, 0, 310, heads_first=True, sinks=True), (60, 60), False, {"softcap": 5.0}
+        Decoding((130, 300), 1, 1, 1, 96, 64, 0, 310, heads_first=True, sinks=True), (60, 60), False, {"softcap": 5.0}
     ),
     "long heads": Cached(Decoding((100,), 1, 1, 1, 256, 256, 24, 120), (20,), False, {"causal": True}),
     "functions": Cached(
@@ -105,7 +105,12 @@ class Emulated(EmulatedCall):
                 columns = next(n for n in (64, 32, 16) if array.shape[-1] % n == 0)
                 maps[len(arguments)] = ptx_sm90.Map(array.transpose(0, 2, 1, 3), rows, columns, set())
                 arguments += [DESCRIPTOR, struct.pack("<i", h) if packed else struct.pack("<3i", s, h, b)]
-            arguments += [*caches, *of_rows, *rest]
+            arguments += caches
+            for array in (a["k"], a["v"]) if self.config.box else ():
+                columns = next(n for n in (64, 32) if array.shape[-1] % n == 0)
+                maps[len(arguments)] = ptx_sm90.Map(array.transpose(0, 2, 1, 3), self.config.box, columns, set())
+                arguments += [DESCRIPTOR, struct.pack("<3i", *array.shape[1:3], array.shape[0])]
+            arguments += [*of_rows, *rest]
         self._run("AttentionCachedSm80" if warps else "cached_kernel", ctas, arguments, maps, blocks)
         if splits > 1:
             rows, e = b * s * h, out.shape[-1]

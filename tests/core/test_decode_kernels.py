@@ -38,6 +38,8 @@ CALLS = (
     Decoding((1000, 640), 2, 1, 4, 64, 64, 0, 1010, "float16", {"window": 700}),  # parts of a window
     Decoding((270, 0, 97), 1, 2, 4, 64, 128, 16, 288, sinks=True, holes=True),
     Decoding((390, 200), 3, 1, 4, 128, 128, 128, 512, holes=True, float8=True),
+    Decoding((170,), 4, 1, 8, 128, 96, 0, 180),  # two tiles of rows
+    Decoding((150, 40), 1, 1, 4, 192, 256, 16, 160, holes=True),
 )
 
 

@@ -9,6 +9,9 @@ from cute_ops.hardware import WARP
 from cute_ops.kernels.tensor_core.sizes import MMA_M
 
 MMA_ROWS, PADDING = 16, 8  # rows of an MMA of a warp, and elements between rows in shared memory
+# Of attention to caches: CTAs that run on an SM at a time; the most elements of a head of which a thread has registers
+# for two tiles of queries, or for those of two CTAs.
+RESIDENT, LONGEST_OF_TWO = 2, 128
 BACKWARD_BLOCK = 128  # queries, or keys, of a CTA of warpgroups that computes gradients
 # Of latents by warpgroups: blocks in shared memory, and parts of a block that arrive one after another.
 LATENT_STAGES, LATENT_PARTS = 2, 3
@@ -45,6 +48,7 @@ class AttentionConfig(KernelConfig):
         bounds: expressions of bounds over a tile: of the mask and, if it has limits and other parts, of these.
         score: the expression of a change of scores; empty if there is none.
         cached: whether keys lie in caches.
+        box: keys in caches that TMA loads at once, some of a loading warp; 0 where threads copy them.
     """
 
     tile_n: int
@@ -56,6 +60,7 @@ class AttentionConfig(KernelConfig):
     bounds: str = ""
     score: str = ""
     cached: bool = False
+    box: int = 0
 
     @property
     def block(self) -> int:

@@ -176,9 +176,13 @@ class DecodeAttention:
             tiles = self.config.split_keys // self.keys
             begin, end = cutlass.max(begin, split * tiles), cutlass.min(end, (split + 1) * tiles)
         else:
-            tiles = cute.ceil_div(cute.ceil_div(end - begin, splits), self.config.warps) * self.config.warps
-            begin = begin + split * tiles
-            end = cutlass.min(end, begin + tiles)
+            # Each warp has a tile of a group; parts differ by one group at most.
+            groups = cute.ceil_div(end - begin, self.config.warps)
+            each = groups // splits
+            more = groups - each * splits
+            begin = begin + (split * each + cutlass.min(split, more)) * self.config.warps
+            each = each + cutlass.select_(split < more, Int32(1), Int32(0))
+            end = cutlass.min(end, begin + each * self.config.warps)
         sizes = Sizes(
             Int32(self.queries), keys, heads * self.shared_by, self.shared_by, Int32(tensors.q.shape[0]), captured
         )  # fmt: skip

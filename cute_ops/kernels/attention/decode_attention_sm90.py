@@ -6,22 +6,18 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint8, const_expr
 from cutlass.cute.nvgpu import cpasync
-from cutlass.tensor_utils import LayoutEnum
-from cutlass.utils import hopper_helpers as hopper
 
 from cute_ops.hardware import VECTOR_BYTES, WARP
-from cute_ops.kernels.attention.config import PADDING
+from cute_ops.kernels.attention.boxes import FAR, columns_of, copies_of, slots_of, swizzle_of
+from cute_ops.kernels.attention.config import LONGEST_OF_TWO, PADDING, RESIDENT
 from cute_ops.kernels.attention.decode_attention import DecodeAttention
 from cute_ops.kernels.attention.pages import page_of, table_entry
-from cute_ops.kernels.attention.tiles import view
 from cute_ops.kernels.lib.pdl import let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_layout import SMEM_PERCENT
 from cute_ops.kernels.tensor_core.pipeline import Consumer, Producer, tma_pipeline
 
 ATOM_BYTES = 1024  # that a swizzle repeats after
-FAR = 1 << 22  # a box behind the last one of each page
 EVICT_FIRST = 0x12F0000000000000  # a policy of L2: what is read once
-RESIDENT = 2  # CTAs that run on an SM at a time
 QUERIES, END = 1, 2  # named barriers of the warps that multiply
 
 
@@ -54,24 +50,16 @@ class DecodeAttentionSm90(DecodeAttention):
 
     def __init__(self, variant):
         super().__init__(variant)
-        config, self.producers, self.resident, self.carveout = self.config, WARP, RESIDENT, SMEM_PERCENT
+        config, self.producers, self.resident, self.carveout = self.config, WARP, 1, SMEM_PERCENT
+        # Registers hold the sums of two CTAs, each of five warps, where those of one are short.
+        if config.tiles_m * max(self.d, self.e) <= LONGEST_OF_TWO:
+            self.resident = RESIDENT
         self.tile, self.box, self.together = config.keys * config.warps, config.box, config.warps
         self.units = [width * config.itemsize // 2 for width in (self.d, self.e)]
-        self.columns = [next(n for n in (64, 32, 16) if width % n == 0) for width in self.units]
-
-    def _box(self, columns):
-        """The layout of a box in shared memory."""
-        return hopper.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (0, self.box, columns), self.product, 1)
+        self.columns = [columns_of(width) for width in self.units]
 
     def _moved(self, tensors):
-        """TMA's copy of boxes of keys and of values, and its coordinates: (row, column, head, page)."""
-        moved = []
-        for mX, columns in zip((tensors.k_cache, tensors.v_cache), self.columns):
-            m = cute.recast_tensor(view(mX), self.product)  # of float8, pairs
-            box = cute.select(self._box(columns), mode=[0, 1])
-            load = cpasync.CopyBulkTensorTileG2SOp()
-            moved.append(cpasync.make_tiled_tma_atom(load, m, box, (self.box, columns)))
-        return tuple(moved)
+        return copies_of((tensors.k_cache, tensors.v_cache), self.product, self.box, self.columns)
 
     @cute.kernel
     def kernel(self, mma: cute.TiledMma, tensors, moved, captured, heads: Int32, splits: Int32):
@@ -104,12 +92,9 @@ class DecodeAttentionSm90(DecodeAttention):
         base = smem.allocate(config.slots_bytes(self.d, self.e), ATOM_BYTES)
         boxes, tiles = [], []
         for width, columns in zip(self.units, self.columns):
-            swizzle, slot = self._box(columns).inner, self.tile * pitch
-            layout = cute.make_layout(
-                ((self.box, columns), self.tile // self.box, width // columns, config.stages),
-                stride=((columns, 1), self.box * columns, self.tile * columns, slot),
-            )
-            boxes.append(cute.make_tensor(cute.recast_ptr(base, swizzle, self.product), layout))
+            swizzle, slot = swizzle_of(self.product, self.box, columns), self.tile * pitch
+            box, tile = (self.box, columns), (self.tile, width)
+            boxes.append(slots_of(base, self.product, box, tile, (config.stages, slot)))
             start = (base + warp * (self.keys * columns * 2)).toint()
             own = cute.make_ptr(Uint8, start, cute.AddressSpace.smem, assumed_align=self.keys * columns * 2)
             layout = cute.make_layout(

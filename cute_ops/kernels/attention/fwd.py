@@ -1,6 +1,7 @@
 """Which kernel computes attention."""
 
 from cute_ops.kernels.attention.config import AttentionConfig
+from cute_ops.kernels.attention.fwd_cached_boxes_sm90 import AttentionCachedBoxesSm90
 from cute_ops.kernels.attention.fwd_cached_sm80 import AttentionCachedSm80
 from cute_ops.kernels.attention.fwd_cached_sm90 import AttentionCachedSm90
 from cute_ops.kernels.attention.fwd_sm80 import AttentionFwdSm80
@@ -12,4 +13,7 @@ def attention_fwd(variant) -> AttentionFwd | AttentionFwdSm80:
 
 
 def attention_cached(variant) -> AttentionCachedSm90 | AttentionCachedSm80:
-    return (AttentionCachedSm80 if AttentionConfig.of(variant.config).warps else AttentionCachedSm90)(variant)
+    config = AttentionConfig.of(variant.config)
+    if config.warps:
+        return AttentionCachedSm80(variant)
+    return (AttentionCachedBoxesSm90 if config.box else AttentionCachedSm90)(variant)

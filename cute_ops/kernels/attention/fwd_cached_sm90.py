@@ -29,6 +29,8 @@ class AttentionCachedSm90(Cached, AttentionFwd):
     is converted on its way; scores, and sums of values, are multiplied by a head's scales.
     """
 
+    ring_of_caches = CopyRing
+
     def __init__(self, variant):
         super().__init__(variant)
         # The first tile of a part of the keys may be one that the mask leaves out: none is known to be the last.
@@ -57,14 +59,18 @@ class AttentionCachedSm90(Cached, AttentionFwd):
         )  # fmt: skip
         Ranges(self.tiles).launch(sizes, stream)
         ctas = cutlass.min(self._count(sizes), Int32(self.sms))
-        mLse = folded(given["lse"], own=2)
+        mLse, caches = folded(given["lse"], own=2), (mK, mV, mTable, self._boxes((mK, mV)))
         self.cached_kernel(
-            (mma_qk, mma_qk, mma_pv), (moved, layouts), (mK, mV, mTable), given.get("sinks"), mLse, tuple(sizes)
+            (mma_qk, mma_qk, mma_pv), (moved, layouts), caches, given.get("sinks"), mLse, tuple(sizes)
         ).launch(
             grid=[ctas, 1, 1], block=[WARPGROUP * (1 + self.consumers), 1, 1], stream=stream, use_pdl=True,
             min_blocks_per_mp=1,
         )  # fmt: skip
         self._combine(given, sizes, stream)
+
+    def _boxes(self, caches):
+        """What TMA copies of caches: nothing."""
+        return ()
 
     @cute.kernel
     def cached_kernel(self, mmas, moved, caches, mSinks, mLse, sizes):
@@ -72,7 +78,7 @@ class AttentionCachedSm90(Cached, AttentionFwd):
         ((q_moved, out_moved), layouts), sizes = moved, Sizes(*sizes)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
-            for tma, _ in (q_moved, out_moved):
+            for tma, _ in (q_moved, out_moved, *caches[3]):
                 cpasync.prefetch_descriptor(tma)
         smem, dtype = cutlass.utils.SmemAllocator(), self.dtype
         sQ, sK, sV = (slots(smem, dtype, layout) for layout in layouts[:3])
@@ -84,7 +90,7 @@ class AttentionCachedSm90(Cached, AttentionFwd):
         held = Moved(*q_moved, sQ), Moved(None, None, sK), Moved(None, None, sV), Moved(*out_moved, sOut)
         ring_q = ring(smem, dtype, layouts[0], 1, self.consumers)
         paged = const_expr(caches[2] is not None)
-        copied = [CopyRing(smem, self.stages, self.consumers, marked=marked) for marked in (paged, False)]
+        copied = [self.ring_of_caches(smem, self.stages, self.consumers, marked=marked) for marked in (paged, False)]
         if warp == 0:
             with cute.arch.elect_one():
                 for each in copied:
@@ -111,7 +117,7 @@ class AttentionCachedSm90(Cached, AttentionFwd):
         self, rings: cutlass.Constexpr, held: cutlass.Constexpr, caches: cutlass.Constexpr, sizes: cutlass.Constexpr
     ):  # fmt: skip
         """Load the queries of each block, then the keys and the values of its tiles."""
-        (ring_q, ring_k, ring_v), (q, k, v, _), (mK, mV, mTable) = rings, held, caches
+        (ring_q, *of_caches), (q, k, v, _), (mK, mV, mTable, boxes) = rings, held, caches
         loads = CacheLoads(self.tile_n, mTable)
         warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
         q_slot = make_pipeline_state(PipelineUserType.Producer, 1)
@@ -130,23 +136,43 @@ class AttentionCachedSm90(Cached, AttentionFwd):
                     ring_q.producer_acquire(q_slot)
                     cute.copy(q.tma, tQgQ, tQsQ[None, 0], tma_bar_ptr=ring_q.producer_get_barrier(q_slot))
                 q_slot.advance()
+                sources = loads, ((mK, k.s), (mV, v.s)), boxes, kv_head
                 for i in cutlass.range(last - first + 1, unroll=1):
                     keys = last - i
                     found = page_found(mTable, mK, entry), place
                     entry, place = loads.find(mK, tile.batch, keys - 1, own.seqlen_k)
                     if self._is_loaded(tile, own, keys):
-                        ring_k.producer_acquire(slot)
-                        ring_k.mark(slot, found[0] >= 0, warp, lane)
-                        for mX, each, s in ((mK, ring_k, k.s), (mV, ring_v, v.s)):
-                            if const_expr(each is ring_v):
-                                each.producer_acquire(slot)
-                            if const_expr(self.float8):
-                                loads.convert(mX, kv_head, s, slot.index, found)
-                            else:
-                                loads.copy(mX, kv_head, s, slot.index, found)
-                            each.producer_commit(slot, self.float8)
+                        of_caches[0].producer_acquire(slot)
+                        of_caches[0].mark(slot, found[0] >= 0, warp, lane)
+                        ends = (keys + 1) * self.tile_n > own.seqlen_k
+                        self._load_tile(of_caches, slot, sources, found, (warp, lane, ends))
                         slot.advance()
         let_next_start(True)
+
+    @cute.jit
+    def _load_tile(
+        self, rings: cutlass.Constexpr, slot: cutlass.Constexpr, sources: cutlass.Constexpr, found: cutlass.Constexpr,
+        at: cutlass.Constexpr,
+    ):  # fmt: skip
+        """Load a warp's part of a tile of keys, whose slot is free, and of values.
+
+        Args:
+            rings: of keys and of values.
+            slot: of both.
+            sources: loads, caches with their slots, what TMA copies, the caches' head.
+            found: the keys of lanes.
+            at: the warp, the lane, and whether there are keys behind the sequence's last one.
+        """
+        loads, caches, _, head = sources
+        for i, each in enumerate(rings):
+            mX, sX = caches[i]
+            if const_expr(i == 1):
+                each.producer_acquire(slot)
+            if const_expr(self.float8):
+                loads.convert(mX, head, sX, slot.index, found)
+            else:
+                loads.copy(mX, head, sX, slot.index, found)
+            each.producer_commit(slot, self.float8)
 
     def _there(self, ring_k, slot):
         return None if ring_k.marks is None else ring_k.marked(slot)

@@ -15,7 +15,9 @@ from cute_ops.expressions.text import text_of
 from cute_ops.hardware import ARCHES, VECTOR_BYTES, sm
 from cute_ops.kernels.attention.config import (
     LATENT_STAGES,
+    LONGEST_OF_TWO,
     MMA_ROWS,
+    RESIDENT,
     AppendConfig,
     AttentionBackwardConfig,
     AttentionConfig,
@@ -51,14 +53,13 @@ BACKWARD_BY_WARPS = {
     64: ((8, 64, 2),), 128: ((8, 32, 2), (8, 32, 1)), 192: ((8, 32, 2), (4, 32, 1)), 256: ((4, 32, 2), (4, 16, 1)),
 }  # fmt: skip
 ONE_PASS_BY_WARPS = ((8, 64, 2), (8, 32, 1))
-# Of attention to caches: warps of a CTA; a warp's tiles in shared memory, the most and the fewest; CTAs of an SM.
-WARPS, MOST_STAGES, FEWEST_STAGES, RESIDENT = 4, 6, 3, 2
+# Of attention to caches: warps of a CTA; a warp's tiles in shared memory, the most and the fewest.
+WARPS, MOST_STAGES, FEWEST_STAGES = 4, 6, 3
 LEAST_SM_OF_FP8 = 89
-# The longest heads of which a thread has registers for two tiles of queries.
-LONGEST_OF_TWO = 128
-# Tiles that TMA loads: at most so many, of heads up to this one, of which registers hold two CTAs' sums; a row has
-# boxes of at least so many bytes.
-MOST_SLOTS, LONGEST_BOXED, BOX_BYTES, HOPPER = 12, 128, 64, 90
+# Tiles that TMA loads: at most so many; a row has boxes of at least so many bytes.
+MOST_SLOTS, BOX_BYTES, HOPPER = 12, 64, 90
+# Keys that TMA loads at once of a chunk's caches are a multiple of so many, after which a swizzle repeats.
+LEAST_BOX = 8
 # Splits of keys: each of so many keys at least; a batch-invariant one. What starting a CTA and combining parts take, as
 # keys that a CTA reads meanwhile.
 LEAST_KEYS, MOST_SPLITS, INVARIANT_KEYS, START, COMBINE = 256, 128, 512, 128, 64
@@ -95,7 +96,10 @@ def attention_cached(own: mods.Own, problem: Problem) -> AttentionConfig:
         return _attention_by_warps(own, problem, cached=True)
     size, narrow = _headdim(problem), dims["d"] % 32 or dims["e"] % 32 or ITEMSIZE[problem.dtypes["k"]] == 1
     tile_n = 128 if size <= 128 else 96 if size <= 192 and not narrow else 64
-    return AttentionConfig(tile_n, problem.sm_count, **_changes(own, problem))
+    box = math.gcd(dims["c"], tile_n // 4) if "page_table" in problem.dtypes else tile_n // 4
+    fits = ITEMSIZE[problem.dtypes["k"]] == 2 and all(dims[name] * 2 % BOX_BYTES == 0 for name in "de")
+    box = box if fits and box % LEAST_BOX == 0 else 0
+    return AttentionConfig(tile_n, problem.sm_count, box=box, **_changes(own, problem))
 
 
 def _attention_by_warps(own: mods.Own, problem: Problem, cached: bool = False) -> AttentionConfig:
@@ -313,7 +317,7 @@ def merge_states(_: Problem) -> MergeConfig:
 
 def decode_attention(own: mods.Own, problem: Problem) -> DecodeConfig:
     """The most stages with which :data:`RESIDENT` CTAs fit an SM, or one CTA, of fewer warps, where heads are long. TMA
-    loads tiles where it can and there is one of rows.
+    loads tiles where it can.
     """
     dims, attrs = problem.dims, problem.attrs
     d, e, rows = dims["d"], dims["e"], dims["r"] * dims["s"]
@@ -330,8 +334,9 @@ def decode_attention(own: mods.Own, problem: Problem) -> DecodeConfig:
     text = score.text if score else ""
     # A tile of float8 has as many bytes as one of 16 bits where an SM holds it: what is done once a tile counts less.
     longest = MMA_ROWS * 2 // itemsize
-    box = _box(problem, longest * WARPS) if tiles_m == 1 else 0
-    choices = [(RESIDENT, WARPS, longest, box)] if box or itemsize == 1 else []
+    box = _box(problem, tiles_m, longest * WARPS)
+    boxed = RESIDENT if tiles_m * max(d, e) <= LONGEST_OF_TWO else 1
+    choices = [(boxed if box else RESIDENT, WARPS, longest, box)] if box or itemsize == 1 else []
     choices += [(n, warps, MMA_ROWS, 0) for n, warps in ((RESIDENT, WARPS), (1, WARPS), (1, WARPS // 2), (1, 1))]
     configs = (
         (resident, DecodeConfig(form(box or keys), tiles_m, warps, stages, keys, itemsize, box, split, text))
@@ -341,11 +346,14 @@ def decode_attention(own: mods.Own, problem: Problem) -> DecodeConfig:
     return next(config for resident, config in configs if _resident(problem, config) >= resident)
 
 
-def _box(problem: Problem, tile: int) -> int:
-    """Keys of a tile of so many that TMA loads at once, all or those of one page; 0 where it loads none."""
+def _box(problem: Problem, tiles_m: int, tile: int) -> int:
+    """Keys of a tile of so many that TMA loads at once, all or those of one page; 0 where it loads none.
+
+    Two tiles of queries of float8 take 1.05 of the time by TMA: they wait for products, not for copies.
+    """
     dims, itemsize = problem.dims, ITEMSIZE[problem.dtypes["k_cache"]]
     keys = math.gcd(dims["c"], tile) if "page_table" in problem.dtypes else tile
-    fits = all(dims[name] <= LONGEST_BOXED and dims[name] * itemsize % BOX_BYTES == 0 for name in "de")
+    fits = (tiles_m == 1 or itemsize == 2) and all(dims[name] * itemsize % BOX_BYTES == 0 for name in "de")
     return keys if fits and keys >= MMA_ROWS and sm(problem.arch) == HOPPER else 0
 
 
