@@ -37,9 +37,13 @@ _seen: set[Any] = set()
 
 def compile_ahead(op: Op, node: Node) -> None:
     """Start to compile the kernels of a call in a graph. Errors are raised where a kernel is called."""
+    start(op, *_arguments(op, node))
+
+
+def start(op: Op, tensors: Sequence[Any], attrs: Sequence[Any]) -> None:
+    """:func:`compile_ahead` of a call with these fake tensors and attributes."""
     if env.TUNE.read() or env.RECORD.read() is not None or env.BUNDLE.read():
         return  # a call that never runs is not measured or recorded, and bundles hold all kernels
-    tensors, attrs = _arguments(op, node)
     device = next((t.device for t in tensors if t is not None), None)
     if device is None or device.type != "cuda":
         return

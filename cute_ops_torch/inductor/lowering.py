@@ -23,7 +23,7 @@ from cute_ops.declaration.op import Op
 from cute_ops.declaration.tensor import Tensor
 from cute_ops_torch.host.call_site import CallSite, any_call, call_site
 from cute_ops_torch.host.launch import Launcher
-from cute_ops_torch.inductor import cache_key
+from cute_ops_torch.inductor import cache_key, tied_weight
 from cute_ops_torch.inductor.ahead import compile_ahead
 from cute_ops_torch.inductor.fusion_choice import asked_for, decomposed
 from cute_ops_torch.library import products  # noqa: F401  # defines ops
@@ -107,6 +107,8 @@ def _register_functions() -> None:
             return anew(gradient, dloss)
         in_place(gradient, dloss)
         return gradient
+
+    tied_weight.register(leave_to_torch)
 
 
 def _is_given_away(tensor: Any) -> bool:

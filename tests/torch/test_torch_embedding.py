@@ -137,6 +137,63 @@ def test_compiled(device: str) -> None:
         torch.testing.assert_close(*grads)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_added_to_another_gradient(device: str, dtype: torch.dtype) -> None:
+    """The bits of a sum of both, though only rows of tokens are touched."""
+    torch.manual_seed(0)
+    for tokens, classes, n in SIZES:
+        for kind in ("any", "half", "edges"):
+            index, padding_idx = indices(kind, tokens, classes).to(device), int(torch.randint(-1, classes, ()))
+            dout, total = (torch.randn(rows, n, device=device).to(dtype) for rows in (tokens, classes))
+            expected = total + torch.ops.cute.embedding_bwd(index, total, dout, padding_idx)
+            found = torch.ops.cute.add_embedding_gradient(total, index, dout, padding_idx)
+            assert torch.equal(found, expected)
+            torch.ops.cute.add_embedding_gradient_(total, index, dout, padding_idx)
+            assert torch.equal(total, expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_graph_with_a_tied_head(device: str) -> None:
+    """Where tokens are few, no array of zeros is added; the graph's gradients are the program's. Inductor adds in place
+    on a GPU; here its pass is enough.
+    """
+    import torch._inductor.lowering
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._inductor.fx_passes.post_grad import pass_patterns
+
+    import cute_ops_torch.inductor.lowering
+
+    seen: list[int] = []
+
+    def count(graph: torch.fx.Graph) -> None:
+        seen.append(len(graph.find_nodes(op="call_function", target=torch.ops.cute.add_embedding_gradient.default)))
+
+    def after_passes(module: torch.fx.GraphModule, inputs: Any) -> Any:
+        pass_patterns[0].apply(module)
+        module.recompile()
+        count(module.graph)
+        return make_boxed_func(module.forward)
+
+    def loss(weight: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        hidden = cute_ops_torch.embedding(index, weight, 3).sin()
+        return 1.5 * cute_ops_torch.linear_cross_entropy(hidden, weight, index.flip(-1))
+
+    torch.manual_seed(0)
+    weight = torch.randn(200, 16, device=device, requires_grad=True)
+    backend = "inductor" if device == "cuda" else aot_autograd(fw_compiler=after_passes)
+    with torch._inductor.config.patch(post_grad_custom_post_pass=count):
+        compiled = torch.compile(loss, fullgraph=True, dynamic=False, backend=backend)
+        for tokens in (20, 60):
+            index = torch.randint(200, (tokens,), device=device)
+            index[:5] = 3
+            for factor in (1.0, 2.0):
+                runs = (torch.autograd.grad(factor * run(weight, index), weight) for run in (compiled, loss))
+                torch.testing.assert_close(*runs)
+    assert seen == [0, 1, 0, 0]
+
+
 def test_arguments_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     module, checked = import_module("cute_ops_torch.host.launch"), []
     check = module.bind_tensors
