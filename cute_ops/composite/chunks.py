@@ -4,16 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
+from cute_ops.declaration.op import Op
+
+Arrays: TypeAlias = Mapping[str, Any]
 State = TypeVar("State")
 
+# What `accum_dtype` is where a sum is in float32, or in the weight's dtype if that rounds it no more than twice.
+AUTO = "auto"
 # Rows of a matrix product's tile: fewer leave tensor cores idle.
 TILE = 128
 # More rows make products no faster.
 MAX_ROWS = 4096
 # Rows with which products take some fifteen times as long as reading and writing the weight's gradient (H200).
 ENOUGH = 2048
+# With fewer, most of a product's time goes to reading the weight.
+LEAST_ROWS = 512
 # Every chunk reads and writes the weight's gradient once more, and rounds it unless it is summed in float32. With more
 # chunks that adds noticeably to the time of the products and the rounding of the logits.
 MAX_CHUNKS = 32
@@ -59,6 +66,24 @@ def rows_beside_sum(rows: int, hidden: int, itemsize: int) -> int:
     return rows if rows * itemsize <= 4 * hidden else rows_in_weight(rows, hidden)
 
 
+def classes_per_block(rows: int, hidden: int, classes: int, itemsize: int) -> int:
+    """Classes of a block of logits of all rows, which take about 2.5 times the memory of the hidden states. All blocks
+    have this size but the last, which is not much smaller.
+    """
+    most = max(int(LOGITS_PER_HIDDEN * hidden), MIN_BYTES // max(rows * itemsize, 1)) // TILE
+    count = -(-classes // (max(most, 1) * TILE))
+    return -(-classes // (max(count, 1) * TILE)) * TILE
+
+
+def plan_half(rows: int, hidden: int, pitch: int) -> tuple[int, int, bool]:
+    """Rows of the first half; rows of the second half whose logits of another head, ``pitch`` elements a row, are held
+    at a time; and whether those fit where the gradient of the second half's hidden states goes.
+    """
+    half = -(-rows // (2 * TILE)) * TILE
+    fitting = (rows - half) * hidden // max(pitch, 1) // TILE * TILE
+    return half, max(fitting, LEAST_ROWS), fitting >= LEAST_ROWS
+
+
 @lru_cache(256)
 def plan_shared(rows: int, hidden: int, vocab: int, itemsize: int) -> tuple[int, tuple[slice, ...]]:
     """The number of elements of an array for the gradient of the hidden states and the logits of one chunk at a time,
@@ -94,6 +119,9 @@ class Chunks(Protocol):
     def each(self, state: State, body: Callable[[State, Any], State]) -> State:
         """``state = body(state, at)`` for every chunk; returns the last state."""
 
+    def of_chunk(self, op: Op, inputs: Arrays, attrs: Arrays, at: Any) -> tuple[Arrays, Arrays]:
+        """Inputs and attributes of an op of whole rows for the logits that :meth:`logits` gives."""
+
     def new_rows(self) -> Any:
         """A float32 number for each row."""
 
@@ -118,7 +146,7 @@ class Chunks(Protocol):
     def add_product(self, total: Any, at: Any, a: Any, b: Any) -> Any:
         """``total + a @ b``, rounded once, to the dtype of the total."""
 
-    def add_rows(self, total: Any, rows: Any) -> Any:
+    def add_rows(self, total: Any, at: Any, rows: Any) -> Any:
         """The total with these rows added, in float32."""
 
     def rounded(self, sums: dict[str, Any]) -> Mapping[str, Any]:

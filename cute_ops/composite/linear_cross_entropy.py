@@ -138,11 +138,12 @@ def _rows(
 
 def _rows_bwd(wanted: Collection[str], xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
     """The gradients for a cotangent of each row's loss, from logits that are computed again."""
-    chunks: Chunks = xp.chunks(_flat(inputs), attrs, wanted, call=call)
+    chunks: Chunks = xp.by_classes(xp.chunks(_flat(inputs), attrs, wanted, call=call))
 
     def body(sums: dict[str, Any], at: Any) -> dict[str, Any]:
         rows = {name: chunks.cut(name, at) for name in ("target", *_SAVED)}
-        found = call(cross_entropy_bwd, {"logits": chunks.logits(at), **rows}, _of_loss(attrs), inplace=True)
+        given, own = chunks.of_chunk(cross_entropy_bwd, rows, _of_loss(attrs), at)
+        found = call(cross_entropy_bwd, {"logits": chunks.logits(at), **given}, own, inplace=True)
         return add_chunk(chunks, sums, at, found["dlogits"])
 
     return gradients(chunks, chunks.each(chunks.sums(), body), inputs)
@@ -215,7 +216,7 @@ def add_chunk(chunks: Chunks, sums: dict[str, Any], at: Any, dlogits: Any) -> di
     if "dweight" in sums:
         found["dweight"] = chunks.add_product(sums["dweight"], at, dlogits.T, chunks.cut("hidden", at))
     if "dbias" in sums:
-        found["dbias"] = chunks.add_rows(sums["dbias"], dlogits)
+        found["dbias"] = chunks.add_rows(sums["dbias"], at, dlogits)
     return found
 
 

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from cute_ops.composite import linear_cross_entropy as linear
-from cute_ops.composite.chunks import Chunks
+from cute_ops.composite.chunks import AUTO, Chunks
 from cute_ops.declaration.binding import Binding
 from cute_ops.declaration.op import Op
 from cute_ops.declaration.program import Program
@@ -79,7 +79,7 @@ def _weighted(xp: Any, weight: Any, loss: Any) -> Any:
 def _step(wanted: Collection[str], xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
     """The loss of :func:`_total` with its gradients."""
     flat = _flat(inputs)
-    chunks: Chunks = xp.chunks(flat, attrs, wanted)
+    chunks: Chunks = xp.in_halves(xp.chunks(flat, attrs, wanted))
     op, rows = (divergence_step, ("soft",)) if flat["hard"] is None else (distillation_step, _ROWS[:3])
 
     def body(state: tuple[Any, dict[str, Any]], at: Any) -> tuple[Any, dict[str, Any]]:
@@ -112,7 +112,8 @@ def _own(attrs: Arrays) -> Arrays:
 
 
 def _check(binding: Binding) -> str | None:
-    return check(binding) or no_columns(binding, "weight") or linear.check_accum(binding) or _check_target(binding)
+    accum = None if binding.attrs["accum_dtype"] == AUTO else linear.check_accum(binding)
+    return check(binding) or no_columns(binding, "weight") or accum or _check_target(binding)
 
 
 def _check_target(binding: Binding) -> str | None:
@@ -136,7 +137,7 @@ _TEACHER, _WEIGHED = ("teacher_hidden", "teacher_weight", "teacher_bias"), ("sof
 _LOSS = {"loss": Tensor("", "float32")}
 _COMMON: dict[str, Any] = {
     "static": (), "check": _check, "called": NAME,
-    "attrs": {"beta": 0.5, "temperature": 1.0, "accum_dtype": "float32", "chunk_rows": 0},
+    "attrs": {"beta": 0.5, "temperature": 1.0, "accum_dtype": AUTO, "chunk_rows": 0},
 }  # fmt: skip
 
 

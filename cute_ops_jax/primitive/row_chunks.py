@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from cute_ops.composite import chunks
+from cute_ops.declaration.op import Op
 from cute_ops_jax.distributed.varying import varying_like
 from cute_ops_jax.primitive.any_size import is_symbolic
 from cute_ops_jax.primitive.arrays import Arrays
@@ -54,6 +55,9 @@ class Chunks:
             state = jax.lax.fori_loop(0, whole, lambda i, s: body(s, (i * size, size)), state)
         return body(state, (whole * size, rest)) if rest else state
 
+    def of_chunk(self, op: Op, inputs: Arrays, attrs: Mapping[str, Any], at: At) -> tuple[Arrays, Mapping[str, Any]]:
+        return inputs, attrs
+
     def _rows_per_chunk(self) -> int:
         (rows, width), vocab = self.hidden.shape, self.weight.shape[0]
         if given := self.attrs["chunk_rows"]:
@@ -92,7 +96,8 @@ class Chunks:
     def sums(self) -> dict[str, Array]:
         # Sums of the gradients of weight and bias over chunks are rounded once at the end. The weight's gradient of one
         # chunk is a product, which rounds it.
-        dtypes: dict[str, Any] = {"dweight": self.attrs["accum_dtype"], "dbias": jnp.float32}
+        accum = self.attrs["accum_dtype"]
+        dtypes: dict[str, Any] = {"dweight": jnp.float32 if accum == chunks.AUTO else accum, "dbias": jnp.float32}
         if not self.symbolic and self.size >= self.hidden.shape[0]:
             del dtypes["dweight"]
         found = {}
@@ -107,7 +112,7 @@ class Chunks:
     def add_product(self, total: Array, at: At, a: Array, b: Array) -> Array:
         return total + jnp.matmul(a, b, preferred_element_type=total.dtype)
 
-    def add_rows(self, total: Array, rows: Array) -> Array:
+    def add_rows(self, total: Array, at: At, rows: Array) -> Array:
         return total + jnp.sum(rows, axis=0, dtype=jnp.float32)
 
     def rounded(self, sums: Arrays) -> Arrays:

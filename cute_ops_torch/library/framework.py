@@ -15,6 +15,7 @@ from cute_ops.declaration.op import Op
 from cute_ops.declaration.shapes import Array
 from cute_ops.jit import target
 from cute_ops.jit.layout import Memory
+from cute_ops_torch.library import class_blocks, row_halves
 from cute_ops_torch.library.packed import packed_view
 from cute_ops_torch.library.row_chunks import Chunks
 from cute_ops_torch.library.tensors import DTYPES, array
@@ -23,6 +24,7 @@ Tensor = torch.Tensor
 where = torch.where
 broadcast_to = torch.broadcast_to
 chunks = Chunks
+by_classes, in_halves = class_blocks.by_classes, row_halves.in_halves
 shared = False
 
 

@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
 from cute_ops.composite import chunks
 from cute_ops.constants import make_room
+from cute_ops.declaration.op import Op
 from cute_ops.ops.gemm.linear import linear, linear_dx
 from cute_ops_torch.library.tensors import DTYPES
 
 Tensor = torch.Tensor
 State = TypeVar("State")
-Call = Callable[..., Mapping[str, Any]]
+Inputs: TypeAlias = Mapping[str, Any]
+Call = Callable[..., Inputs]
 _linear = torch._C._nn.linear
 _AUTO, _HALF = {"fused": "auto"}, (torch.bfloat16, torch.float16)
 # Bytes that rows of logits begin at multiples of, and of which products take multiples: cuBLAS multiplies 50257 classes
@@ -54,6 +56,7 @@ class Chunks:
         pitch: elements from one row of logits to the next.
         whole: how many of the classes are a multiple of what products are fast for.
         alone: whether one product of all rows makes each result.
+        wanted: the gradients to sum up.
         heads: the words before the names of each head.
     """
 
@@ -63,7 +66,8 @@ class Chunks:
     ) -> None:  # fmt: skip
         self.rows: int = inputs["hidden"].shape[0]
         self.kept = _rows_that_count(inputs, attrs)
-        self.inputs = inputs = {name: self._of_kept(name, array) for name, array in inputs.items()}
+        self.inputs: Inputs = {name: self._of_kept(name, array) for name, array in inputs.items()}
+        inputs = self.inputs
         self.hidden: Tensor = inputs["hidden"]
         self.weight: Tensor = inputs["weight"]
         self.bias: Tensor | None = inputs["bias"]
@@ -77,7 +81,8 @@ class Chunks:
         self.heads = [name.removesuffix("hidden") for name in inputs if name.endswith("hidden")]
         sizes = rows, width, len(self.heads) * most, self.hidden.dtype.itemsize
         asked: int = attrs["chunk_rows"]
-        apart = "dweight" in wanted and DTYPES[attrs["accum_dtype"]] != self.weight.dtype
+        self.accum: str = attrs["accum_dtype"]
+        apart = "dweight" in wanted and _dtype_of_sums(self.accum) != self.weight.dtype
         shared, self.slices = 0, self._of_rows(asked or chunks.rows_per_chunk(*sizes))
         if not (asked or largest):
             shared, self.slices = self._plan(sizes, share and "dhidden" in wanted, apart)
@@ -85,7 +90,8 @@ class Chunks:
         self.alone = len(self.slices) == 1 and self.whole == self.pitch == classes
         shared = 0 if self.alone else shared
         self.spare = self.hidden.new_empty(shared) if shared else None
-        self._sums = self._new_sums(wanted)
+        self.wanted = wanted
+        self.chooses = apart and not (asked or largest)
 
     def _plan(self, sizes: tuple[int, int, int, int], share: bool, apart: bool) -> tuple[int, Sequence[slice]]:
         """The elements of an array that logits share with the gradient of the hidden states, 0 where they do not, and
@@ -141,6 +147,9 @@ class Chunks:
     def new_rows(self) -> Tensor:
         return self.hidden.new_empty(self.hidden.shape[:1], dtype=torch.float32)
 
+    def of_chunk(self, op: Op, inputs: Inputs, attrs: Inputs, at: slice) -> tuple[Inputs, Inputs]:
+        return inputs, attrs
+
     def all_rows(self, array: Tensor) -> Tensor:
         return array if self.kept is None else put_rows(array, self.kept.places, self.rows)
 
@@ -173,20 +182,13 @@ class Chunks:
         if self.pitch > self.weight.shape[0]:
             logits = logits[:, : self.weight.shape[0]]
         rows = hidden[at]
-        for part in self._parts():
-            if bias is None:
-                torch.mm(rows, weight[part].t(), out=logits[:, part])
-            else:
-                torch.addmm(bias[part], rows, weight[part].t(), out=logits[:, part])
-        return logits
+        return put_logits(logits, rows, weight, bias, self._parts())
 
     def _parts(self) -> Sequence[slice]:
-        """The classes in one part or two: the last few, if they are no multiple, come first."""
-        classes = self.weight.shape[0]
-        return [slice(None)] if self.whole == classes else [slice(self.whole, classes), slice(0, self.whole)]
+        return parts(self.weight.shape[0], self.whole)
 
     def sums(self) -> dict[str, Tensor]:
-        return self._sums
+        return self._new_sums(self.wanted)
 
     def put_product(self, array: Tensor, at: slice, a: Tensor, b: Tensor) -> Tensor:
         if self._made() and self._call:
@@ -205,19 +207,10 @@ class Chunks:
         if self._made():
             return torch.mm(a, b)
         for part in self._parts():
-            self._add(total[part], at.start == 0, a[part], b)
+            add_product(total[part], at.start == 0, a[part], b)
         return total
 
-    def _add(self, total: Tensor, first: bool, a: Tensor, b: Tensor) -> Tensor:
-        if total.dtype == a.dtype:
-            return torch.mm(a, b, out=total) if first else total.addmm_(a, b)
-        if total.is_cuda:
-            wide: dict[str, Any] = {"out_dtype": total.dtype, "out": total}
-            return torch.mm(a, b, **wide) if first else torch.addmm(total, a, b, **wide)
-        product = a.to(total.dtype) @ b.to(total.dtype)  # `out_dtype` is for CUDA only
-        return total.copy_(product) if first else total.add_(product)
-
-    def add_rows(self, total: Tensor, rows: Tensor) -> Tensor:
+    def add_rows(self, total: Tensor, at: slice, rows: Tensor) -> Tensor:
         return total.add_(rows.sum(0, dtype=torch.float32))
 
     def rounded(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -227,6 +220,36 @@ class Chunks:
         if "dhidden" in found:
             found["dhidden"] = self.all_rows(found["dhidden"])
         return found
+
+
+def parts(classes: int, whole: int) -> Sequence[slice]:
+    """The classes in one part or two: the last few, if only so many are a ``whole`` multiple, come first."""
+    return [slice(None)] if whole == classes else [slice(whole, classes), slice(0, whole)]
+
+
+def put_logits(out: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None, parts: Sequence[slice]) -> Tensor:
+    """``rows @ weight.T + bias``, in parts of the classes."""
+    for part in parts:
+        if bias is None:
+            torch.mm(rows, weight[part].t(), out=out[:, part])
+        else:
+            torch.addmm(bias[part], rows, weight[part].t(), out=out[:, part])
+    return out
+
+
+def add_product(total: Tensor, first: bool, a: Tensor, b: Tensor) -> Tensor:
+    """``total += a @ b``, rounded once to the dtype of the total, which the ``first`` product overwrites."""
+    if total.dtype == a.dtype:
+        return torch.mm(a, b, out=total) if first else total.addmm_(a, b)
+    if total.is_cuda:
+        wide: dict[str, Any] = {"out_dtype": total.dtype, "out": total}
+        return torch.mm(a, b, **wide) if first else torch.addmm(total, a, b, **wide)
+    product = a.to(total.dtype) @ b.to(total.dtype)  # `out_dtype` is for CUDA only
+    return total.copy_(product) if first else total.add_(product)
+
+
+def _dtype_of_sums(accum: str) -> torch.dtype:
+    return torch.float32 if accum == chunks.AUTO else DTYPES[accum]
 
 
 def _of_kernels(call: Call | None, like: Tensor) -> Call | None:

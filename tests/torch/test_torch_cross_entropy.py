@@ -16,7 +16,9 @@ from cute_ops import testing
 from cute_ops.composite import chunks, finished
 from cute_ops.ops.reduction.cross_entropy import cross_entropy as declared
 from cute_ops_torch.library import row_chunks
+from cute_ops_torch.library.class_blocks import ClassBlocks
 from cute_ops_torch.library.row_chunks import Chunks, rows_in_saved
+from cute_ops_torch.library.row_halves import RowHalves
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 REDUCTIONS = ["mean", "sum", "none"]
@@ -330,6 +332,7 @@ def test_the_logits_of_two_heads_lie_where_the_weights_gradient_goes(
     teacher = [t.detach().flip(0) for t in (hidden, weight)]
     inputs = {"hidden": hidden, "weight": weight, "bias": None, "teacher_hidden": teacher[0]}
     made = Chunks(inputs, {"accum_dtype": "float32", "chunk_rows": 0}, ("dhidden", "dweight"))
+    made.sums()
     assert [each.stop - each.start for each in made.slices] == [128, 128, 84]
     assert made.spare is not None and made.spare.data_ptr() == made.dweight.data_ptr()
     loss = cute_ops_torch.linear_distillation_loss(hidden, weight, *teacher, target, hard=0.5, beta=0.2)
@@ -346,6 +349,74 @@ def test_the_logits_of_two_heads_lie_where_the_weights_gradient_goes(
     assert max(map(relative, gradients(loss, hidden, weight), wanted)) < 1.6e-2
 
 
+@pytest.mark.parametrize(("rows", "hidden", "classes"), [(340, 128, 1000), (340, 100, 1003), (200, 128, 515)])
+def test_halves_of_two_heads_rows_round_the_weights_gradient_twice(
+    rows: int, hidden: int, classes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("TILE", 8), ("LEAST_ROWS", 16), ("MIN_BYTES", 0)):
+        monkeypatch.setattr(chunks, name, value)
+    used, sums = list[set[str]](), RowHalves.sums
+
+    def spy(self: RowHalves) -> dict[str, torch.Tensor]:
+        used.append({*self.wanted})
+        return sums(self)
+
+    monkeypatch.setattr(RowHalves, "sums", spy)
+    leaves, target, _ = many_chunks(rows, hidden, classes, "cpu")
+    bias, target[3] = torch.randn(classes).bfloat16().requires_grad_(), -100
+    teacher = [t.detach().flip(0) for t in leaves]
+    wide = [t.detach().double().requires_grad_() for t in (*leaves, bias)]
+    q = (wide[0] @ wide[1].t() + wide[2]).log_softmax(-1)
+    p = (teacher[0].double() @ teacher[1].double().t()).log_softmax(-1)
+    m = (0.2 * p.exp() + 0.8 * q.exp()).log()
+    apart = (0.2 * p.exp() * (p - m) + 0.8 * q.exp() * (q - m)).sum(-1)[target >= 0].mean()
+    wanted = gradients(apart + 0.5 * F.nll_loss(q, target), *wide)
+    for learns in (slice(None), slice(1, 2)):  # the hidden states' gradient is a place of logits, too
+        options: dict[str, Any] = {"beta": 0.2, "hard": 0.5}
+        given = [t if i in range(3)[learns] else t.detach() for i, t in enumerate((*leaves, bias))]
+        loss = cute_ops_torch.linear_distillation_loss(*given[:2], *teacher, target, given[2], **options)
+        found = gradients(loss, *given[learns])
+        assert max(map(relative, found, wanted[learns])) < 6e-3
+        options["accum_dtype"] = torch.float32
+        loss = cute_ops_torch.linear_distillation_loss(*given[:2], *teacher, target, given[2], **options)
+        once = gradients(loss, *given[learns])
+        assert max(relative(a, e) / relative(b, e) for a, b, e in zip(found, once, wanted[learns], strict=True)) < 1.3
+    assert used == [{"dhidden", "dweight", "dbias"}, {"dweight"}][: len(used)] and used
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("classes", [1000, 1003, 1281])
+def test_blocks_of_classes_sum_nothing_of_the_weights_gradient(
+    classes: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In place of chunks of rows, where that takes less memory; ignored and impossible targets among them."""
+    for name, value in (("TILE", 8), ("MIN_BYTES", 0)):
+        monkeypatch.setattr(chunks, name, value)
+    widths, logits = list[int](), ClassBlocks.logits
+
+    def spy(self: ClassBlocks, at: slice, head: str = "") -> torch.Tensor:
+        widths.append(at.stop - at.start)
+        return logits(self, at, head)
+
+    monkeypatch.setattr(ClassBlocks, "logits", spy)
+    leaves, target, _ = many_chunks(40, 16, classes, "cpu")
+    leaves = [t.detach().to(dtype).requires_grad_() for t in (*leaves, torch.randn(classes))]
+    target[3] = -100
+    options: dict[str, Any] = {"reduction": "none", "label_smoothing": 0.1, "softcap": 3.0, "logit_scale": 0.5}
+    wide = [t.detach().double().requires_grad_() for t in leaves]
+    y = 3.0 * torch.tanh((wide[0] @ wide[1].t() + wide[2]) * (0.5 / 3.0))
+    exact = F.cross_entropy(y, target, reduction="none", label_smoothing=0.1)
+    exact = exact + 1e-2 * torch.where(target < 0, 0.0, y.logsumexp(-1) ** 2)
+    loss = cute_ops_torch.linear_cross_entropy(leaves[0], leaves[1], target, leaves[2], z_loss=1e-2, **options)
+    found, wanted = gradients(loss, *leaves), gradients(exact, *wide)
+    assert sum(widths) == classes and len(widths) > 4
+    assert max(map(relative, found, wanted)) < (4e-3 if dtype == torch.bfloat16 else 5e-4)
+    target[5] = classes
+    loss = cute_ops_torch.linear_cross_entropy(leaves[0], leaves[1], target, leaves[2], **options)
+    dhidden = gradients(loss, leaves[0])[0]
+    assert dhidden[5].isnan().all() and not dhidden[:5].isnan().any() and dhidden[3].eq(0).all()
+
+
 def test_logits_lie_where_the_weights_gradient_goes() -> None:
     """While it is summed in float32: chunks of at most as many rows as the weight has columns fit there."""
     sizes = (1024, 128), (2100, 2048), (64, 2048), (1000, 64), (0, 128)
@@ -355,7 +426,9 @@ def test_logits_lie_where_the_weights_gradient_goes() -> None:
     def made(rows: int, accum_dtype: str) -> Chunks:
         inputs = {"hidden": hidden[:rows], "weight": weight, "bias": None}
         attrs = {"accum_dtype": accum_dtype, "chunk_rows": 0}
-        return Chunks(inputs, attrs, ("dhidden", "dweight"), share=True)
+        found = Chunks(inputs, attrs, ("dhidden", "dweight"), share=True)
+        found.sums()
+        return found
 
     found = made(16384, "float32")
     assert (len(found.slices), found.sums_apart) == (8, True)
