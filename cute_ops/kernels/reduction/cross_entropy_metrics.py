@@ -27,10 +27,12 @@ from cute_ops.kernels.rowwise.kernel import RowKernel
 
 # In place of the column of a largest logit where there is none. Smaller numbers are exact in float32.
 NOWHERE = float(2**24)
+# Rows of more vectors find the vector of a largest logit first, then its element.
+BY_VECTOR_FROM = 64
 
 
 class RowBest(RowLogSum):
-    """Exchanges the values of a :class:`BestLogSum`: of equal logits the first one's column stays."""
+    """Exchanges the values of a :class:`BestLogSum`: of equal logits the first one's column, or its vector's, stays."""
 
     def _reduce(self, values, group):
         *pair, raw, column = values
@@ -80,12 +82,17 @@ def joined(a, b):
 class BestLogSum(ShapedLogSum):
     """The reduction of shaped logits, with the largest logit and its column: a cap makes large logits equal. The plain
     sum is weighted by the classes' weights, as is the number of elements.
+
+    Args:
+        by_vector: whether the column is that of the first element of the largest logit's vector, which takes few
+            instructions: each of a thread's vectors comes after its last one.
+        whole: whether a vector's elements are all inside the row, or all outside.
     """
 
-    def __init__(self, shape, plain, weights):
+    def __init__(self, shape, plain, weights, by_vector, whole):
         super().__init__(shape, plain)
         self.values += 2
-        self.weights = weights
+        self.weights, self.by_vector, self.whole = weights, by_vector, whole
 
     def across(self, tile, stages):
         return RowBest(tile, self.values, stages)
@@ -100,10 +107,13 @@ class BestLogSum(ShapedLogSum):
         x = self.vector(logits)
         here = logits.reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
         largest = cute.arch.fmax(raw, here)
-        rX = fragment(Float32, inside.vec)
-        rX.store(logits)
-        first = first_at(rX, largest, inside.first, here == largest)
-        column = cute.arch.fmin(where_at(raw, largest, column), first)
+        if const_expr(self.by_vector):
+            column = cutlass.select_(here > raw, inside.first.to(Float32), column)
+        else:
+            rX = fragment(Float32, inside.vec)
+            rX.store(logits)
+            first = first_at(rX, largest, inside.first, here == largest)
+            column = cute.arch.fmin(where_at(raw, largest, column), first)
         top = cute.arch.fmax(pair[0], self.number(here))
         return (*self._with(moved(pair, top), x, inside), largest, column)
 
@@ -114,14 +124,23 @@ class BestLogSum(ShapedLogSum):
         return state
 
     def _with(self, state, x, inside):
-        if not self.plain or self.weights.absent:
+        together = self.whole and not inside.whole
+        if not self.plain or (self.weights.absent and not together):
             return super()._with(state, x, inside)
         top, s, p, count = state
         base = origin(top)
-        weight = inside.only(self.weights.vector(inside.first, inside.vec))
         s = s + exponentials(x, base).reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
-        p = p + (weight * inside.only(x - base)).reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
-        return (top, s, p, count + weight.reduce(cute.ReductionOp.ADD, Float32(0.0), 0))
+        apart, number = x - base, Float32(float(inside.vec))
+        if not self.weights.absent:
+            weight = self.weights.vector(inside.first, inside.vec)
+            weight = weight if together else inside.only(weight)
+            apart = weight * (apart if together else inside.only(apart))
+            number = weight.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+        added = apart.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+        if together:
+            here = inside.first < inside.end
+            added, number = (cutlass.select_(here, value, Float32(0.0)) for value in (added, number))
+        return (top, s, p + added, count + number)
 
 
 @cute.jit
@@ -137,6 +156,19 @@ def first_at(rX: cute.Tensor, top: Float32, first: Int32, there: Boolean):
             place = cutlass.select_(rX[j] == top, Float32(float(j)), place)
         column = cute.arch.fmax(first.to(Float32) + place, Float32(0.0))
     return column
+
+
+@cute.jit
+def place_of(
+    mLogits: cute.Tensor, key: cutlass.Constexpr, row: Int64, first: Int32, top: Float32, vec: cutlass.Constexpr
+):
+    """The first column from ``first`` on of a vector's logits that is as large as ``top``; 0 where none is."""
+    n, place = Int32(mLogits.shape[-1]), Int32(0)
+    for j in cutlass.range_constexpr(vec - 1, -1, -1):
+        column = first + j
+        x = logit(mLogits, key, row, Int64(column), (column >= 0) & (column < n))
+        place = cutlass.select_((x == top) & (column >= 0), column, place)
+    return place
 
 
 class ClassWeights:
@@ -184,7 +216,12 @@ class Metrics(RowFunction):
     def __init__(self, variant):
         self.numbers = tuple(variant.names)
         self.set, self.weights = Settings(variant), ClassWeights(variant)
-        self.reduction = BestLogSum(self.set.shape, self.set.smoothing != 0, self.weights)
+        vectors = Vectors(variant, ("logits",), variant.dims["n"])
+        self.vec = vectors.vec
+        self.by_vector = vectors.n is None or vectors.n > BY_VECTOR_FROM * vectors.vec
+        self.reduction = BestLogSum(
+            self.set.shape, self.set.smoothing != 0, self.weights, self.by_vector, not vectors.masked
+        )
 
     def begin(self, variant, numbers, row, valid):
         given, tensors = dict(zip(self.numbers, numbers)), variant.tensors
@@ -201,7 +238,7 @@ class Metrics(RowFunction):
 
     def postprocess(self, variant, numbers, rows, results, context, row):
         kept, known, picked, weight, partial_lse = context
-        *pair, _, column = results
+        pair = results[:-2]
         if partial_lse is not None:
             top = cute.arch.fmax(pair[0], partial_lse)
             top = cutlass.select_(partial_lse == partial_lse, top, Float32.nan)
@@ -234,9 +271,15 @@ class Metrics(RowFunction):
         }  # fmt: skip
         for name, value in found.items():
             store_number(number_where(kept, value), given[name], variant.tensors[name], row)
-        best = Int32(cutlass.select_(column < NOWHERE, column, Float32(0.0)))
+        best = self._best(given["logits"], variant.tensors["logits"], row, results)
         best = Int32(cutlass.select_(kept, best, Int32(-1)))
         store_number(best, given["predicted"], variant.tensors["predicted"], row)
+
+    def _best(self, mLogits, key, row, results):
+        """The column of the first of a row's largest logits."""
+        *_, raw, column = results
+        best = Int32(cutlass.select_(column < NOWHERE, column, Float32(0.0)))
+        return place_of(mLogits, key, row, best, raw, self.vec) if const_expr(self.by_vector) else best
 
 
 class MetricsGradient(RowFunction):
