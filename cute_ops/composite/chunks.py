@@ -24,6 +24,8 @@ LEAST_ROWS = 512
 # Every chunk reads and writes the weight's gradient once more, and rounds it unless it is summed in float32. With more
 # chunks that adds noticeably to the time of the products and the rounding of the logits.
 MAX_CHUNKS = 32
+# Every block of classes reads and writes a float32 sum of the hidden states' gradient.
+MAX_BLOCKS = 8
 # Bytes of logits per byte of hidden states: with fewer, most time goes to reading and writing the weight's gradient.
 LOGITS_PER_HIDDEN = 2.5
 # The same for logits together with the gradient of the hidden states, where they share an array.
@@ -67,11 +69,11 @@ def rows_beside_sum(rows: int, hidden: int, itemsize: int) -> int:
 
 
 def classes_per_block(rows: int, hidden: int, classes: int, itemsize: int) -> int:
-    """Classes of a block of logits of all rows, which take about 2.5 times the memory of the hidden states. All blocks
-    have this size but the last, which is not much smaller.
+    """Classes of a block of logits of all rows, which take about 2.5 times the memory of the hidden states, more if
+    there were otherwise more than eight blocks. All blocks have this size but the last, which is not much smaller.
     """
     most = max(int(LOGITS_PER_HIDDEN * hidden), MIN_BYTES // max(rows * itemsize, 1)) // TILE
-    count = -(-classes // (max(most, 1) * TILE))
+    count = min(-(-classes // (max(most, 1) * TILE)), MAX_BLOCKS)
     return -(-classes // (max(count, 1) * TILE)) * TILE
 
 

@@ -217,8 +217,10 @@ class Metrics(RowFunction):
         self.numbers = tuple(variant.names)
         self.set, self.weights = Settings(variant), ClassWeights(variant)
         vectors = Vectors(variant, ("logits",), variant.dims["n"])
-        self.vec = vectors.vec
-        self.by_vector = vectors.n is None or vectors.n > BY_VECTOR_FROM * vectors.vec
+        # Weights that are shifted to a row's vectors take registers that loads between vectors would need.
+        shifts = vectors.masked and self.set.smoothing != 0 and not self.weights.absent
+        long = vectors.n is None or vectors.n > BY_VECTOR_FROM * vectors.vec
+        self.vec, self.by_vector = vectors.vec, long and not shifts
         self.reduction = BestLogSum(
             self.set.shape, self.set.smoothing != 0, self.weights, self.by_vector, not vectors.masked
         )

@@ -109,7 +109,16 @@ DEAR, REGISTER_THREADS = 3, 1024
 # outputs that have columns nothing is kept, with them DEEP_KEPT values, for which an SM has DEEP_THREADS. With them
 # rows of up to DEEP_PAIRS vectors have two vectors a thread, in REGISTER_THREADS.
 # In clusters they have DEEP_CLUSTER_THREADS: 3475 x 11264 takes 0.65 of a copy's rate by three CTAs, by two 0.53.
-DEEP_KEPT, DEEP_THREADS, DEEP_CLUSTER_THREADS, DEEP_PAIRS = 64, 512, 576, 256
+# Without idle threads longer rows have two as well: the gradient of 15287 x 2560 runs at 0.89 of a copy's rate, by
+# three vectors in four warps, of which some have none, at 0.72.
+DEEP_KEPT, DEEP_THREADS, DEEP_CLUSTER_THREADS, DEEP_PAIRS, DEEP_EVEN_PAIRS = 64, 512, 576, 256, 320
+# Two tiles of which only numbers are stored, longer than CTA_VECTORS: (vectors of a thread, CTAs of an SM) in one CTA.
+# Soft cross entropies of 5331 x 9216 run at 0.96 of a copy's rate, in clusters of two at 0.67; of 12288 at 0.89, 0.72.
+NUMBERS_OF_TWO: Ladder[tuple[int, int]] = ((1152, (3, 3)), (1536, (4, 2)))
+# Of unaligned rows of which DEEP_RING_THREADS in each of more than DEEP_RING_CTAS store numbers only, all spill: then
+# the row is in shared memory, for DEEP_RING_RESIDENT CTAs of an SM. A divergence of 1062 x 124874 runs at 0.37 of a
+# copy's rate, in registers at 0.16.
+DEEP_RING_THREADS, DEEP_RING_CTAS, DEEP_RING_RESIDENT = 256, 2, 6
 # Two tiles in the registers of clusters, whose reductions take longer: a thread has four vectors of each in 80
 # registers, so 1.5 times as many bytes are in flight. With one stage it has 64 registers: WIDE_ONCE.
 WIDE_THREADS, WIDE_ONCE_THREADS, WIDE_ONCE_CTAS = 768, 960, 5
@@ -215,9 +224,13 @@ class RowExpression(NamedTuple):
             wide = "float32" in problem.dtypes.values()  # row vectors, which take registers
             resident = max((WIDE_UNREDUCED_THREADS if wide else UNREDUCED_THREADS) // share, 1)
             return self._config("one_pass", share, share, cluster, resident, align_vectors=row.align_vectors)
+        if self._numbers_of_two(row):
+            per_thread, resident = step(NUMBERS_OF_TWO, row.vectors)
+            share = threads_for(row.vectors, per_thread)
+            return self._config("one_pass", share, share, 1, resident, align_vectors=row.align_vectors)
         costs = self.special >= DEAR or (self.special and self.read > 1)
         if costs and row.touched <= cluster * CTA_VECTORS:
-            return self._in_registers(row, cluster)
+            return self._in_clusters(row, cluster)
         return self._in_ring(row) or self._in_passes(problem, TWO_PASS_LONG_THREADS, row.align_vectors)
 
     def of_groups(self, problem: Problem) -> FusedRowConfig:
@@ -247,6 +260,11 @@ class RowExpression(NamedTuple):
         """Whether nothing of one or two tiles of 16 bits is reduced, nor takes special instructions."""
         plain = not (stages(self.expression) or self.special or self.packed)
         return plain and row.itemsize == 2 and self.read <= 2 and cluster <= MOST_UNREDUCED_CLUSTER
+
+    def _numbers_of_two(self, row: RowProblem) -> bool:
+        """Whether one CTA holds longer aligned rows of two tiles of which only numbers are stored."""
+        fits = row.aligned and row.itemsize == 2 and row.vectors <= NUMBERS_OF_TWO[-1][0]
+        return fits and self.read == 2 and {*self.texts.kinds} == {"c"} and 0 < self.special < DEAR
 
     def _short_pair(self, row: RowProblem) -> bool:
         """Whether few threads hold a row of two tiles: see :data:`SHORT_PAIR_THREADS`."""
@@ -326,6 +344,16 @@ class RowExpression(NamedTuple):
         else:
             resident = self._resident(row, cluster, share, threads, keep)
         return self._config("one_pass", threads, share, cluster, resident, align_vectors=row.align_vectors, keep=keep)
+
+    def _in_clusters(self, row: RowProblem, cluster: int) -> FusedRowConfig:
+        """Costly rows that a cluster shares: in registers, where these hold what a thread has of a row."""
+        span = -(-row.touched // cluster)
+        share = self._threads_of_row(row, span, cluster)
+        crowded = cluster > DEEP_RING_CTAS and share >= DEEP_RING_THREADS and not row.aligned and row.itemsize == 2
+        if crowded and self._in_fours(span) and not self.depth:
+            align = row.align_vectors
+            return self._config("ring", share, share, cluster, DEEP_RING_RESIDENT, align_vectors=align)
+        return self._in_registers(row, cluster)
 
     def _in_pairs(self, row: RowProblem) -> FusedRowConfig:
         """Two vectors of each tile a thread, whose values are kept."""
@@ -451,7 +479,8 @@ class RowExpression(NamedTuple):
 
     def _deep_pairs(self, span: int) -> bool:
         """Whether a thread has two of them."""
-        return self.deep and self.depth > 0 and span <= DEEP_PAIRS
+        even = span <= DEEP_EVEN_PAIRS and span % (2 * WARP) == 0
+        return self.deep and self.depth > 0 and (span <= DEEP_PAIRS or even)
 
     def _pairs_share(self, share: int, keep: bool) -> bool:
         """Whether two CTAs of several tiles share an SM: one loads while the other computes."""
