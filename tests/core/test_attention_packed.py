@@ -212,6 +212,25 @@ def test_gradients_in_one_pass(which: str, in_turns: bool, tmp_path: Path) -> No
     case.check({"dq": dq, "dk": dk, "dv": dv})
 
 
+@pytest.mark.slow
+@products.emulated
+def test_no_block_waits_for_ever_where_offsets_fall(tmp_path: Path) -> None:
+    """The third block of keys is none of the first sequence's then, whose second one would wait for it."""
+    case = Case(1, deterministic=True)
+    case.offsets[0][:], case.offsets[1][:] = (0, 150, 0), (0, 300, 0)
+    call = case.call
+    run = Run(attention_packed_bwd, call, tmp_path, offsets=case.offsets)
+    tile, n = AttentionBackwardConfig.of(run.variant.config).tile_q, len(case.lengths)
+    length, keys = (call.s // tile + n + 1) * tile, (call.t // 128 + n + 1) * 128
+    (logs, delta), sums = np.zeros((2, 1, call.h, length), np.float32), np.zeros((1, call.h, length, call.d), np.float32)
+    moved = [(x, rows) for x, rows in zip((case.q, case.k, case.v, case.dout), (tile, 128, 128, tile), strict=True)]
+    moved += [(np.full_like(x, np.nan), 64) for x in (case.k, case.v)]
+    parts, turns = np.zeros((2, call.g, keys, call.d), np.float32), np.zeros((1, call.h, length // tile), np.int32)
+    of_rows = [(logs, tile), (delta, tile)]
+    with pytest.raises(RuntimeError, match="stored twice"):  # the emulator tells of what is wrong then
+        run(one_pass_of(call), 6, moved, [], [], keys // 128 * call.g, of_rows, sums, {1: call.d // 2}, parts, turns)
+
+
 @pytest.mark.drawn(0.25)
 @pytest.mark.slow
 @products.emulated

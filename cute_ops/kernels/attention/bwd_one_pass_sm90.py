@@ -216,11 +216,14 @@ class OnePassBackward(SumsOfTiles, KeysBackward):
     @cute.jit
     def _add(self, sums: cutlass.Constexpr, mTurns, keys: cutlass.Constexpr, sizes: cutlass.Constexpr):
         """Add each tile's part of dq to the sums in memory; in turns from the last block of keys to the first one, so
-        that a CTA waits for one that began before it.
+        that a CTA waits for one that began before it. Where offsets of packed sequences do not ascend, no CTA may have
+        the block that another one would wait for: none waits.
         """
         threads = self.consumers * WARPGROUP + WARP
         begin, heads = self._heads(sizes)
-        turn = Int64(0)
+        turn, waits = Int64(0), Boolean(True)
+        if const_expr(mTurns is not None and sizes.offsets is not None):
+            waits = self.tiles.ascend(sizes)
         for i in cutlass.range(heads, unroll=1):
             tile = Tile(keys.block, keys.head * sizes.heads_per_kv + begin + i, keys.batch)
             tDsD, tDgD = partition(sums, (self.tile_q, self.d), (None, 0, tile.head, self._batch(tile, sizes)))
@@ -233,7 +236,8 @@ class OnePassBackward(SumsOfTiles, KeysBackward):
                         end_turn(turn, tile.block)
                         place = self._batch(tile, sizes), tile.head, sizes.first_slots[0] + queries
                         turn = address_of(mTurns, place)
-                        wait_for_turn(turn, self.tiles.block_behind(tile, sizes, queries))
+                        if waits:
+                            wait_for_turn(turn, self.tiles.block_behind(tile, sizes, queries))
                     cute.arch.barrier(barrier_id=FULL, number_of_threads=threads)
                     cute.copy(sums.tma, tDsD, tDgD[None, sizes.first_slots[0] + queries])
                     cute.arch.cp_async_bulk_commit_group()

@@ -376,6 +376,17 @@ class Tiles:
             low = low + begun * step
         return low, extent(sizes.offsets[axis], low, sizes.lengths[axis])[0] // tile + low
 
+    @cute.jit
+    def ascend(self, sizes: cutlass.Constexpr):
+        """Whether the offsets of packed sequences ascend, as far as they lie among the tokens. All lanes of a warp ask."""
+        falls = Boolean(False)
+        for axis in cutlass.range_constexpr(2):
+            for base in cutlass.range(0, sizes.batches, WARP, unroll=1):
+                number = cutlass.min(base + cute.arch.lane_idx(), sizes.batches - 1)
+                starts = [extent(sizes.offsets[axis], i, sizes.lengths[axis])[0] for i in (number, number + 1)]
+                falls = falls | (starts[1] < starts[0])
+        return ~cute.arch.vote_any_sync(falls)
+
     def token_of(self, row, sizes, axis=0):
         """The token that a row of queries, 0, or of keys, 1, stands for where sequences have whole tiles, and whether
         there is one.
