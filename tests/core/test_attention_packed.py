@@ -222,7 +222,10 @@ def test_no_block_waits_for_ever_where_offsets_fall(tmp_path: Path) -> None:
     run = Run(attention_packed_bwd, call, tmp_path, offsets=case.offsets)
     tile, n = AttentionBackwardConfig.of(run.variant.config).tile_q, len(case.lengths)
     length, keys = (call.s // tile + n + 1) * tile, (call.t // 128 + n + 1) * 128
-    (logs, delta), sums = np.zeros((2, 1, call.h, length), np.float32), np.zeros((1, call.h, length, call.d), np.float32)
+    (logs, delta), sums = (
+        np.zeros((2, 1, call.h, length), np.float32),
+        np.zeros((1, call.h, length, call.d), np.float32),
+    )
     moved = [(x, rows) for x, rows in zip((case.q, case.k, case.v, case.dout), (tile, 128, 128, tile), strict=True)]
     moved += [(np.full_like(x, np.nan), 64) for x in (case.k, case.v)]
     parts, turns = np.zeros((2, call.g, keys, call.d), np.float32), np.zeros((1, call.h, length // tile), np.int32)

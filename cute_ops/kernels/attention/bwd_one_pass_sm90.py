@@ -320,7 +320,15 @@ class OnePassBackward(SumsOfTiles, KeysBackward):
                 before.advance()
             running = Boolean(False)
         cute.arch.barrier(barrier_id=READ, number_of_threads=both)
-        part, parts = sizes.part
+        self._finish((mma_dk, mma_dv), (rDk, rDv), (dk, dv, mParts), tidx, keys, sizes)
+
+    @cute.jit
+    def _finish(
+        self, mmas: cutlass.Constexpr, sums: cutlass.Constexpr, gradients: cutlass.Constexpr, tidx: Int32,
+        keys: cutlass.Constexpr, sizes: cutlass.Constexpr,
+    ):  # fmt: skip
+        """Store dk and dv, or a part of them."""
+        (mma_dk, mma_dv), (rDk, rDv), (dk, dv, mParts), (part, parts) = mmas, sums, gradients, sizes.part
         if parts > 1:
             batches = Int32(mParts.shape[3]) // (2 * parts)
             first = 2 * part * batches + self._batch(keys, sizes)

@@ -74,3 +74,10 @@ def multiply_weights(mma, rA, tXrB, rX, stage):
     for k in range(cute.size(rA, mode=[2])):
         cute.gemm(mma, rX, rA[None, None, k], tXrB[None, None, k, stage], rX)
     warpgroup.commit_group()
+
+
+def multiply_part(mma, rA, tXrB, rX, part, stage):
+    """Issue one instruction of :func:`multiply_weights` as a group of its own."""
+    warpgroup.fence()
+    cute.gemm(mma, rX, rA[None, None, part], tXrB[None, None, part, stage], rX)
+    warpgroup.commit_group()

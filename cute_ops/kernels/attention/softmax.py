@@ -12,6 +12,7 @@ from cutlass.cutlass_dsl import T, dsl_user_op
 from cute_ops.kernels.lib.activation import LOG2_E
 
 LN2 = math.log(2)
+PART = 16  # columns of weights that one instruction multiplies
 # A row's largest score is replaced only by one whose exponential is 2**GROWTH times as large or more: to rescale sums
 # of 128 columns takes as many instructions as a tile of 128 keys has scores.
 GROWTH = 8.0
@@ -95,6 +96,19 @@ def store_packed(rX, rP):
     pairs = cute.recast_tensor(rP, Int32)
     for i in range(cute.size(pairs)):
         pairs[i] = pack(rX[2 * i], rX[2 * i + 1], rP.element_type)
+
+
+def columns_of_part(part):
+    """A thread's columns of those that one instruction multiplies."""
+    return range(PART // 4 * part, PART // 4 * (part + 1))
+
+
+def store_part(rX, rP, part):
+    """:func:`store_packed` of the columns that one instruction multiplies."""
+    scores, pairs = by_row(rX), cute.recast_tensor(rP, Int32)
+    for c in columns_of_part(part)[::2]:
+        for r in range(2):
+            pairs[c + r] = pack(scores[r, c], scores[r, c + 1], rP.element_type)
 
 
 class OnlineSoftmax:
@@ -460,6 +474,21 @@ class Weights:
                 self._by_column(rS, rWeights, place, lse)
         else:
             self._in_steps(rS, rWeights, place, lse, whole, rest)
+
+    @property
+    def hidden(self):
+        """What takes the place of a product that is left out: its weight is 0, as no row's ``lse`` is NaN."""
+        return -Float32.inf if self.mods.outer[0] > 0 else Float32.inf
+
+    def of_part(self, rS, rWeights, part, lse):
+        """What :meth:`of_scores` does, of the columns that one instruction multiplies, where scores are not changed and
+        those left out are :attr:`hidden`.
+        """
+        scores, scale = by_row(rS), Float32(self.mods.outer[0] * LOG2_E)
+        for c in columns_of_part(part):
+            for r in range(2):
+                scores[r, c] = exp2(scores[r, c] * scale - lse(r, c))
+        store_part(rS, rWeights, part)
 
     def _is_inside(self, place, whole):
         """Whether nothing of a warp is left out. Its lanes go one way: both ways have votes of all of them."""

@@ -378,7 +378,7 @@ class Tiles:
 
     @cute.jit
     def ascend(self, sizes: cutlass.Constexpr):
-        """Whether the offsets of packed sequences ascend, as far as they lie among the tokens. All lanes of a warp ask."""
+        """Whether offsets of packed sequences ascend, as far as they lie among the tokens. All lanes of a warp ask."""
         falls = Boolean(False)
         for axis in cutlass.range_constexpr(2):
             for base in cutlass.range(0, sizes.batches, WARP, unroll=1):
