@@ -1,12 +1,12 @@
 """Attention to caches: ours, in JAX too, beside PyTorch's SDPA, FlashInfer and FlashMLA, and a copy of as many bytes.
 
-All contenders read the same keys and values in bfloat16, in turns, in one process; caches are larger than L2. `gbps` is
-the keys and values of all sequences, which are read once, by time; of the copy, what it reads and writes. `of_copy` is
-the ratio of both; caches in float8 are half as many bytes, with scales of one. SDPA takes contiguous caches of equal
-lengths alone, FlashInfer pages of its own layout, planned before. `host_us` is the time until a call returns. `error`
-is the largest difference from float32 in the last sequence. Rows of more than 16 queries are chunks of a prompt, which
-`attention` computes; "no cache" is ours of the same keys as they lie in a batch. JAX's time is by the clock, of many
-calls less those of a few.
+All contenders read the same keys and values in bfloat16, in one process, in turns that each round draws anew; caches
+are larger than L2. `gbps` is the keys and values of all sequences, which are read once, by time; of the copy, what it
+reads and writes. `of_copy` is the ratio of both; caches in float8 are half as many bytes, with scales of one. SDPA
+takes contiguous caches of equal lengths alone, FlashInfer pages of its own layout, planned before. `host_us` is the
+time until a call returns. `error` is the largest difference from float32 in the last sequence. Rows of more than 16
+queries are chunks of a prompt, which `attention` computes; "no cache" is ours of the same keys as they lie in a batch.
+JAX's time is by the clock, of many calls less those of a few.
 
     python benchmarks/decode.py --out out/benchmarks
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import random
 import time
 from collections.abc import Callable
 from functools import partial
@@ -262,9 +263,10 @@ def measure(table: Table, view: View, shape: Shape, rounds: int, device: str) ->
     runs["copy"] = lambda: target.copy_(caches.k)
     rows["copy"] = {"contender": "copy", **shape._asdict(), "status": "ok"}
     samples: dict[str, list[float]] = {name: [] for name in runs}
+    draw = random.Random(0)
     for _ in range(rounds):
-        for name, run in runs.items():
-            samples[name].append(timed(run, name == JAX))
+        for name in draw.sample([*runs], len(runs)):
+            samples[name].append(timed(runs[name], name == JAX))
     # A copy reads one of both caches and writes as much.
     moved = 2 * shape.batch * shape.keys * shape.kv_heads * shape.headdim * caches.k.itemsize
     rate = moved / spread(samples["copy"]).median
@@ -329,9 +331,10 @@ def measure_latent(table: Table, view: View, shape: Latent, rounds: int, device:
             row["status"] = f"failed: {first_line(failure)}"
             runs.pop(name, None)
     samples: dict[str, list[float]] = {name: [] for name in runs}
+    draw = random.Random(0)
     for _ in range(rounds):
-        for name, run in runs.items():
-            samples[name].append(timed(run, name == JAX))
+        for name in draw.sample([*runs], len(runs)):
+            samples[name].append(timed(runs[name], name == JAX))
     moved = b * keys * (RANK + ROTATED) * 2
     for name, row in rows.items():
         if name in runs:
