@@ -24,7 +24,7 @@ from tests.ops.reducing import OPS as REDUCING
 SEED = int(os.environ.get("CUTE_OPS_SEED", "41"))
 NAMES = (
     "softmax", "layernorm", "add_rmsnorm", "sum_bwd", "scaled_fp8", "rmsnorm_fp8", "silu_mul_fp8", "probabilities",
-    "unit_bwd",
+    "unit_bwd", "add_rmsnorm_fp8",
 )  # fmt: skip
 BY_NAME = {op.name: op for each in (*OPS, *PARTS, *MODELS, *REDUCING) for op in (each, each.grad) if isinstance(op, Op)}
 

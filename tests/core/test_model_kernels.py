@@ -21,7 +21,7 @@ from cute_ops.jit.target import parse
 from cute_ops.kernels.conv import channels_first
 from cute_ops.kernels.routing.config import SEGMENT
 from cute_ops.ops import MODELS
-from cute_ops.ops.conv.channels_first import causal_conv1d_channels_first, channels_first_sums
+from cute_ops.ops.conv.channels_first import causal_conv1d_channels_first, causal_conv1d_channels_first_bwd
 from cute_ops.ops.optim.adamw import adamw
 from cute_ops.ops.optim.adamw_stochastic import adamw_stochastic
 from cute_ops.ops.reduction.kept_mean import kept_mean
@@ -36,7 +36,7 @@ from cute_ops.testing.kernel_calls import LAYOUTS
 from cute_ops.tools import sass
 
 ALL = [each for op in MODELS if not op.program for each in (op, *op.steps) if not each.program]
-ALL += [topk_step, channels_first_sums, gathered_rope]
+ALL += [topk_step, gathered_rope]
 GATHERED = gathered_sum, gathered_dots, scattered_rows, scattered_dots
 SMOOTHED = {"label_smoothing": 0.1, "z_loss": 0.01}
 ATTRS: dict[str, list[dict[str, Any]]] = {
@@ -234,9 +234,7 @@ def test_rows_are_copied_bit_by_bit_and_an_index_that_is_no_row_gives_nan() -> N
             kernel_calls.run(call._replace(attrs={"strict": True}))
 
 
-@pytest.mark.parametrize(
-    "op", [channels_first_sums, *(op for op in MODELS if "channels_first" in op.name)], ids=lambda op: op.name
-)
+@pytest.mark.parametrize("op", [causal_conv1d_channels_first_bwd, causal_conv1d_channels_first], ids=lambda op: op.name)
 def test_numbers_of_sequences_that_are_off_a_vector(op: Op) -> None:
     """Their alignment bounds a thread's vector beside that of the positions."""
     call = kernel_calls.made(op, 3, 5, "bfloat16", "compact", np.random.default_rng(0), s=64, w=4)
@@ -248,7 +246,7 @@ def test_numbers_of_sequences_that_are_off_a_vector(op: Op) -> None:
     kernel_calls.check(call._replace(where={**call.where, "seq_idx": where._replace(address=4)}))
 
 
-@pytest.mark.parametrize("op", [channels_first_sums, causal_conv1d_channels_first], ids=lambda op: op.name)
+@pytest.mark.parametrize("op", [causal_conv1d_channels_first_bwd, causal_conv1d_channels_first], ids=lambda op: op.name)
 def test_long_rows_and_grids_without_room(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of several steps of several warps, where a warp's last slopes are those of the next one's part; and more
     channels and sequences than a grid has CTAs.

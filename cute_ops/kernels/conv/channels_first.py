@@ -4,14 +4,16 @@ import operator
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from cute_ops.declaration.shapes import ITEMSIZE
 from cute_ops.hardware import VECTOR_BYTES, WARP
 from cute_ops.kernels.conv.config import FirstConfig
 from cute_ops.kernels.lib.activation import silu, times_silu_derivative
+from cute_ops.kernels.lib.column_reduce import ColumnSum
 from cute_ops.kernels.lib.copy import (
     access_bits,
+    fetch_ahead,
     fragment,
     gmem_elements,
     load,
@@ -205,7 +207,8 @@ class CausalConv1dFirst(Windows):
 
 
 class CausalConv1dFirstBackward(Windows):
-    """The gradient to x, and for each sequence and channel those to the weights and the bias.
+    """The gradient to x, and those to the weights and the bias: a workspace has those of each sequence and channel, and
+    a second kernel adds up its rows.
 
     Tile: a CTA takes a row, of which each of its warps walks a part from the end to the start, a vector a lane. An
     element reaches positions behind it by its taps. The slopes of those behind a lane's vector are the next lanes', by
@@ -216,12 +219,21 @@ class CausalConv1dFirstBackward(Windows):
 
     rows = ("x", "dout", "dx")
 
+    def __init__(self, variant):
+        super().__init__(variant)
+        self.column_sum = ColumnSum(None, variant.arch)
+
     @cute.jit
     def __call__(self, *arguments):
-        mX = self.named(arguments)["x"]
+        tensors = self.named(arguments)
         self.kernel(arguments[:-1]).launch(
-            grid=[Int32(row_count(mX)), 1, 1], block=[self.threads, 1, 1], stream=arguments[-1], use_pdl=self.pdl
-        )
+            grid=[Int32(row_count(tensors["x"])), 1, 1], block=[self.threads, 1, 1], stream=arguments[-1],
+            use_pdl=self.pdl,
+        )  # fmt: skip
+        mPartials = tensors["dweight_partials"]
+        columns = cute.make_tensor(tensors["dweight"].iterator, cute.make_layout(mPartials.shape[1]))
+        partials = mPartials, tensors.get("dbias_partials")
+        self.column_sum(partials, (columns, tensors.get("dbias")), arguments[-1])
 
     @cute.kernel
     def kernel(self, arguments):
@@ -234,15 +246,19 @@ class CausalConv1dFirstBackward(Windows):
         channel = Int32(row - batch * channels)
         wait_for_previous(self.pdl)
         let_next_start(self.pdl)
-        weights, bias = self.parameters(tensors, channel)
         bases = {name: self.row(tensors, name, batch, channel) for name in self.rows}
         rSums, rLater = fragment(Float32, self.width + 1, 0.0), fragment(Float32, self.vec, 0.0)
         lane, chunks = tidx % WARP, (s + (WARP * self.vec - 1)) // (WARP * self.vec)
         begin, end = (cutlass.min((tidx // WARP + i) * ((chunks + (warps - 1)) // warps), chunks) for i in range(2))
-        last = cutlass.select_(end < chunks, end, end - 1)
-        for i in cutlass.range(Int32(last) - begin + 1, unroll=1):
-            chunk = Int32(last) - i
+        last = Int32(cutlass.select_(end < chunks, end, end - 1))
+        for i in range(self.config.ahead):
+            self._prefetch(tensors, bases, last - i, begin, s)
+        weights, bias = self.parameters(tensors, channel)
+        for i in cutlass.range(last - begin + 1, unroll=1):
+            chunk = last - i
             first = (chunk * WARP + lane) * self.vec
+            if const_expr(self.config.ahead > 0):
+                self._prefetch(tensors, bases, chunk - self.config.ahead, begin, s)
             self._vector(tensors, bases, (batch, first, s), (weights, bias), (rSums, rLater), chunk < end)
         for k in cutlass.range_constexpr(self.width + 1):
             total = cute.arch.warp_reduction(rSums[k], operator.add)
@@ -255,9 +271,24 @@ class CausalConv1dFirstBackward(Windows):
                 total = total + sSum[tidx, i]
             self._store_sum(tensors, row, tidx, total)
 
-    def _store_sum(self, tensors, row, k, total):
-        address = tensors["sums"].iterator.toint() + (row * (self.width + 1) + Int64(k)) * 4
-        gmem_elements(Float32, address, 1)[0] = total
+    def _prefetch(self, tensors, bases, chunk, begin, s):
+        """Bring a chunk of the warp's part, if there is one, to L2."""
+        first = (chunk * WARP + cute.arch.lane_idx()) * self.vec
+        for name in ("x", "dout"):
+            address = bases[name] + Int64(first) * (tensors[name].element_type.width // 8)
+            fetch_ahead(address, (chunk >= begin) & (first < s))
+
+    @cute.jit
+    def _store_sum(self, tensors: cutlass.Constexpr, row: Int64, k: Int32, total: Float32):
+        """Write the sum of a tap, or the bias's as the last one."""
+        mWeight, mBias = tensors["dweight_partials"], tensors.get("dbias_partials")
+        gWeight = gmem_elements(Float32, mWeight.iterator.toint() + row * (4 * self.width), self.width)
+        if k < self.width:
+            gWeight[k] = total
+        if const_expr(mBias is not None):
+            gBias = gmem_elements(Float32, mBias.iterator.toint() + row * 4, 1)
+            if k == self.width:
+                gBias[0] = total
 
     def _vector(self, tensors, bases, place, parameters, kept, wanted):
         (batch, first, s), (weights, bias), (rSums, rLater), taps = place, parameters, kept, self.taps

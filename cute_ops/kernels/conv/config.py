@@ -63,9 +63,10 @@ class ConvConfig(KernelConfig):
 
 
 class FirstConfig(KernelConfig):
-    """Where positions are neighbours in memory: ``threads`` of a CTA, and ``steps``: vectors of a row that a thread of
-    the forward has.
+    """Where positions are neighbours in memory: ``threads`` of a CTA, ``steps``: vectors of a row that a thread of the
+    forward has, and ``ahead``: vectors of a row for which a thread of the gradient prefetches to L2.
     """
 
     threads: int
     steps: int = 1
+    ahead: int = 0

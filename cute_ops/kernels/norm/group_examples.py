@@ -1,5 +1,6 @@
 """Group norm and its gradients, channels after positions: a cluster takes some groups of an example."""
 
+import math
 import operator
 from dataclasses import dataclass
 from typing import Any
@@ -50,7 +51,7 @@ class GroupExamples:
 
     inputs = ("x",)
     target = "out"
-    values, stages = 1, 2
+    values, stages, by_channel = 2, 1, True
 
     def __init__(self, variant):
         self.variant, self.config, self.keys = variant, GroupConfig.of(variant.config), variant.tensors
@@ -69,8 +70,13 @@ class GroupExamples:
         self.per_thread = -(-self.span // self.depth)
         self.batches = min(BATCHES, self.per_thread) if self.config.form == "smem" else 1
         self.batch = -(-self.per_thread // self.batches)
-        # Threads that add up a channel, each over a part of the threads that have it.
-        self.helpers = max(min(self.threads // self.width, self.depth), 1)
+        # Neighbouring channels of a vector of which a thread has one sum, and these numbers of a vector, of a cluster
+        # and of a group. Where they are half as many as channels, two sums are added up at once.
+        self.part = 1 if self.by_channel else math.gcd(self.vec, self.d)
+        self.parts, self.of_width, self.of_each = (size // self.part for size in (self.vec, self.width, self.d))
+        self.together = min(self.part, 2)
+        # Threads that add up such a number, each over a part of the threads that have it.
+        self.helpers = max(min(self.threads // self.of_width, self.depth, WARP), 1)
         self.blocks, self.of_block = -(-self.c // self.width), self.width // self.d
         self.numbers = ClusterNumbers(self.values * self.of_block, self.cluster, self.stages)
         self.pdl = can_use_pdl(variant.arch)
@@ -186,131 +192,191 @@ class GroupExamples:
 
     def allocate(self, smem):
         """Shared memory of sums: those of threads, those of helpers, and the numbers of the cluster."""
-        sThreads = smem.allocate_tensor(
-            Float32, cute.make_layout((self.width, self.depth), stride=(1, self.width)), byte_alignment=16
-        )
-        layout = cute.make_layout((self.width, self.helpers, 2), stride=(1, self.width, self.width * self.helpers))
+        width, helpers = self.of_width, self.helpers
+        layout = cute.make_layout((width, self.depth, self.together), stride=(1, width, width * self.depth))
+        sThreads = smem.allocate_tensor(Float32, layout, byte_alignment=16)
+        layout = cute.make_layout((width, helpers, 2), stride=(1, width, width * helpers))
         return sThreads, smem.allocate_tensor(Float32, layout, byte_alignment=16), self.numbers.allocate(smem)
 
+    def add_up(self, found, sums, place):
+        """Add up one or two numbers of each of the threads' channels; afterwards helpers have the sums."""
+        for which in range(0, len(found), self.together):
+            self._add_up(found[which : which + self.together], sums, place, which)
+
     @cute.jit
-    def add_up(self, rSum, sums: cutlass.Constexpr, place: cutlass.Constexpr, which: cutlass.Constexpr):
-        """Add up a number of each of the threads' channels; afterwards helpers have the sums."""
+    def _add_up(
+        self, found: cutlass.Constexpr, sums: cutlass.Constexpr, place: cutlass.Constexpr, which: cutlass.Constexpr
+    ):  # fmt: skip
         sThreads, sHelpers, _ = sums
         tidx = cute.arch.thread_idx()[0]
         cute.arch.barrier()  # nobody reads the sums before
         if tidx < self.across * self.depth:
-            for j in cutlass.range_constexpr(self.vec):
-                sThreads[place.vector * self.vec + j, tidx // self.across] = rSum[j]
+            for i, rSum in enumerate(found):
+                for j in cutlass.range_constexpr(self.parts):
+                    total = rSum[j * self.part]
+                    for more in cutlass.range_constexpr(1, self.part):
+                        total = total + rSum[j * self.part + more]
+                    sThreads[place.vector * self.parts + j, tidx // self.across, i] = total
         cute.arch.barrier()
-        for i in cutlass.range(tidx, self.width * self.helpers, self.threads, unroll=1):
-            column, helper = i % self.width, i // self.width
-            total = Float32(0.0)
+        for i in cutlass.range(tidx, self.of_width * self.helpers, self.threads, unroll=1):
+            column, helper = i % self.of_width, i // self.of_width
+            totals = [Float32(0.0) for _ in found]
             for top in cutlass.range(helper, self.depth, self.helpers, unroll=4):
-                total = total + sThreads[column, top]
-            sHelpers[column, helper, which] = total
+                totals = [total + sThreads[column, top, more] for more, total in enumerate(totals)]
+            for more, total in enumerate(totals):
+                sHelpers[column, helper, which + more] = total
 
     def of_channel(self, sums, column, which):
-        """The sum of a channel over this CTA."""
+        """The sum of a channel, or of the channels of a part, over this CTA."""
         total = Float32(0.0)
         for helper in range(self.helpers):
             total = total + sums[1][column, helper, which]
         return total
 
     @cute.jit
-    def tell(
-        self, sums: cutlass.Constexpr, which: cutlass.Constexpr, stage: cutlass.Constexpr, start: Int32,
+    def of_group(
+        self, sums: cutlass.Constexpr, group: Int32, which: cutlass.Constexpr, start: Int32 = 0,
         mWeight: cutlass.Constexpr = None,
     ):  # fmt: skip
-        """Tell the cluster the sums of this CTA's groups, of channels times their weights."""
-        tidx = cute.arch.thread_idx()[0]
-        lane = tidx % WARP
-        for group in cutlass.range(tidx // WARP, self.of_block, self.threads // WARP, unroll=1):
-            total = Float32(0.0)
-            for j in cutlass.range(lane, self.d, WARP, unroll=1):
-                column = group * self.d + j
-                found = self.of_channel(sums, column, which)
-                if const_expr(mWeight is not None):
-                    channel = cutlass.min(start + column, self.c - 1)
-                    gW = gmem_elements(mWeight.element_type, mWeight.iterator.toint(), self.c)
-                    found = found * gW[channel].to(Float32)
-                total = total + found
-            total = cute.arch.warp_reduction(total, operator.add)
-            number = group + which * self.of_block if const_expr(self.values > 1) else group
-            self.numbers.send(sums[2], number, total, stage)
+        """The sum of a group over this CTA, of channels times their weights; a warp calls it."""
+        total = Float32(0.0)
+        for j in cutlass.range(cute.arch.lane_idx(), self.of_each * self.helpers, WARP, unroll=1):
+            column = group * self.of_each + j % self.of_each
+            found = sums[1][column, j // self.of_each, which]
+            if const_expr(mWeight is not None):
+                channel = cutlass.min(start + column, self.c - 1)
+                gW = gmem_elements(mWeight.element_type, mWeight.iterator.toint(), self.c)
+                found = found * gW[channel].to(Float32)
+            total = total + found
+        return cute.arch.warp_reduction(total, operator.add)
 
-    def means(self, sums, place, stage, which=0):
-        """The means of a number over the groups of this thread's channels."""
-        count, found = 1.0 / (self.d * self.s), {}
+    def of_groups(self, number, place):
+        """``number`` of the groups of this thread's channels, each computed once."""
+        found = {}
         for j in range(self.vec):
-            if j == 0 or self.d % self.vec:
-                group = (place.vector * self.vec + j) // self.d + which * self.of_block
-                found[j] = self.numbers.total(sums[2], group, stage) * count
-            else:
-                found[j] = found[0]
+            new = j == 0 or (j % self.part == 0 and self.d % self.vec)
+            found[j] = number((place.vector * self.vec + j) // self.d) if new else found[j - 1]
         return [found[j] for j in range(self.vec)]
 
 
 class GroupExamplesForward(GroupExamples):
     """``out = activation((x - mean) * rstd * weight + bias)``, and mean and rstd of each group.
 
-    Mean and variance are exchanged one after another, so that a mean that is large beside the deviations costs no
-    accuracy. Bytes moved per element: x and out once each.
+    The sums of what x differs from a pivot by, and of its squares, are taken while x arrives. The pivot is the mean of
+    what a CTA has of the group in its first batch, so that a mean that is large beside the deviations costs no
+    accuracy, rounded to x's dtype, so that differences of 16 bits are exact. CTAs exchange sums of x, and of squared
+    deviations from their means (Chan, Golub and LeVeque).
+    Bytes moved per element: x and out once each.
     """
+
+    by_channel = False
 
     @cute.kernel
     def kernel(self, tensors):
         smem = cutlass.utils.SmemAllocator()
         slots, sums = self.slots(smem, tensors), self.allocate(smem)
+        sPivot = smem.allocate_tensor(Float32, cute.make_layout(self.of_block), byte_alignment=16)
         self.numbers.prepare(sums[2])
-        place, start = self.place()
+        place, _ = self.place()
         wait_for_previous(self.pdl)
         self.fetch(tensors, slots, place)
         weight, bias = (self.columns(mW, place) for mW in (tensors.weight, tensors.bias))
         self.numbers.ready(sums[2])
-        zeros = [Float32(0.0)] * self.vec
-        mean = self._mean(tensors, slots, sums, (place, start), zeros, 0)
-        variance = self._mean(tensors, slots, sums, (place, start), mean, 1)
+        pivot = self._pivot(tensors, slots, sums, sPivot, place)
+        found = [fragment(Float32, self.vec, 0.0) for _ in range(2)]
+        for batch in cutlass.range_constexpr(self.batches):
+            self.arrived(batch)
+            self._sum(tensors, slots, place, found, pivot, batch)
+        self.add_up(found, sums, place)
+        cute.arch.barrier()
+        self._tell_moments(sums, sPivot)
+        self.numbers.wait(sums[2], 0)
         let_next_start(self.pdl)
+        mean, variance = self._moments(sums, place)
         rstd = [cute.math.rsqrt(v + self.variant.attrs["eps"], fastmath=True) for v in variance]
         self._write(tensors, slots, place, (mean, rstd, weight, bias))
         self._write_numbers(tensors, place, (mean, rstd))
 
-    def _mean(self, tensors, slots, sums, where, mean, stage):
-        """The means of x, or with a mean of the squares of what it differs by."""
-        place, start = where
-        rSum = fragment(Float32, self.vec, 0.0)
-        self._sum(tensors, slots, place, rSum, mean, stage)
-        self.add_up(rSum, sums, place, 0)
+    def _here(self, most):
+        """Elements of a group that this CTA has, of at most so many positions, as an fp32 number."""
+        rank = cute.arch.block_idx()[1] if self.cluster > 1 else 0
+        positions = cutlass.max(cutlass.min(Int32(self.s) - Int32(rank) * self.span, Int32(most)), Int32(0))
+        return Float32(Int32(positions) * self.d)
+
+    def _pivot(self, tensors, slots, sums, sPivot, place):
+        """The means of this thread's channels' groups over the CTA's first batch."""
+        rSum, zeros = fragment(Float32, self.vec, 0.0), [Float32(0.0)] * self.vec
+        self.arrived(0)
+        self._sum(tensors, slots, place, [rSum], zeros, 0)
+        self.add_up([rSum], sums, place)
         cute.arch.barrier()
-        self.tell(sums, 0, stage, start)
-        self.numbers.wait(sums[2], stage)
-        return self.means(sums, place, stage)
+        here = self._here(min(self.span, self.batch * self.depth))
+        self._keep_pivot(sums, sPivot, here, tensors.x.element_type)
+        cute.arch.barrier()
+        return self.of_groups(lambda group: sPivot[group], place)
+
+    @cute.jit
+    def _keep_pivot(
+        self, sums: cutlass.Constexpr, sPivot: cute.Tensor, count: Float32, dtype: cutlass.Constexpr
+    ):  # fmt: skip
+        tidx = cute.arch.thread_idx()[0]
+        for group in cutlass.range(tidx // WARP, self.of_block, self.threads // WARP, unroll=1):
+            total = self.of_group(sums, group, 0)
+            if tidx % WARP == 0:
+                sPivot[group] = (total / cutlass.max(count, Float32(1.0))).to(dtype).to(Float32)
 
     @cute.jit
     def _sum(
-        self, tensors: cutlass.Constexpr, slots: cutlass.Constexpr, place: cutlass.Constexpr, rSum: cute.Tensor,
-        mean: cutlass.Constexpr, squares: cutlass.Constexpr,
+        self, tensors: cutlass.Constexpr, slots: cutlass.Constexpr, place: cutlass.Constexpr, found: cutlass.Constexpr,
+        pivot: cutlass.Constexpr, batch: cutlass.Constexpr,
     ):  # fmt: skip
-        for batch in cutlass.range_constexpr(self.batches):
-            self.arrived(batch)
-            begin, end = self.of_batch(place, batch)
-            for k in cutlass.range(begin, end, unroll=2):
-                x = self.read(tensors, slots, place, k)
-                for j in cutlass.range_constexpr(self.vec):
-                    apart = x[j] - mean[j]
-                    rSum[j] = rSum[j] + (apart * apart if const_expr(squares) else x[j])
+        """Add a batch's deviations to the first sums, and their squares to the second ones, if there are any."""
+        begin, end = self.of_batch(place, batch)
+        for k in cutlass.range(begin, end, unroll=2):
+            x = self.read(tensors, slots, place, k)
+            for j in cutlass.range_constexpr(self.vec):
+                apart = x[j] - pivot[j]
+                found[0][j] = found[0][j] + apart
+                if const_expr(len(found) > 1):
+                    found[1][j] = found[1][j] + apart * apart
+
+    @cute.jit
+    def _tell_moments(self, sums: cutlass.Constexpr, sPivot: cute.Tensor):
+        """Tell the cluster the sums of this CTA's groups, and of squared deviations from their means."""
+        count = cutlass.max(self._here(self.span), Float32(1.0))
+        for group in cutlass.range(cute.arch.thread_idx()[0] // WARP, self.of_block, self.threads // WARP, unroll=1):
+            total, squares = (self.of_group(sums, group, which) for which in range(2))
+            self.numbers.send(sums[2], group, sPivot[group] * count + total, 0)
+            self.numbers.send(sums[2], group + self.of_block, squares - total * (total / count), 0)
+
+    def _moments(self, sums, place):
+        """Mean and variance of the groups of this thread's channels."""
+        ranks = [max(min(self.s - rank * self.span, self.span), 0) for rank in range(self.cluster)]
+        sAll = sums[2][0]
+
+        def of(group):
+            inverse, squares = 1.0 / (self.d * self.s), Float32(0.0)
+            mean = self.numbers.total(sums[2], group, 0) * inverse
+            for rank, positions in enumerate(ranks):
+                if count := positions * self.d:
+                    off = sAll[group, rank, 0] * (1.0 / count) - mean
+                    squares = squares + (sAll[group + self.of_block, rank, 0] + off * off * float(count))
+            return mean, squares * inverse
+
+        found = self.of_groups(of, place)
+        return [mean for mean, _ in found], [variance for _, variance in found]
 
     @cute.jit
     def _write(
         self, tensors: cutlass.Constexpr, slots: cutlass.Constexpr, place: cutlass.Constexpr, numbers: cutlass.Constexpr
     ):  # fmt: skip
         mean, rstd, weight, bias = numbers
+        scale = rstd if const_expr(weight is None) else [rstd[j] * weight[j] for j in range(self.vec)]
         for k in cutlass.range(place.count, unroll=2):
             x = self.read(tensors, slots, place, k)
             rOut = fragment(Float32, self.vec)
             for j in cutlass.range_constexpr(self.vec):
-                y = (x[j] - mean[j]) * rstd[j]
-                y = y if const_expr(weight is None) else y * weight[j]
+                y = (x[j] - mean[j]) * scale[j]
                 y = y if const_expr(bias is None) else y + bias[j]
                 rOut[j] = silu(y)[0] if const_expr(self.silu) else y
             self.write(tensors.out, "out", place, k, rOut)
@@ -334,7 +400,6 @@ class GroupExamplesBackward(GroupExamples):
 
     inputs = ("x", "dy")
     target = "dx"
-    values, stages = 2, 1
 
     def __init__(self, variant):
         super().__init__(variant)
@@ -358,19 +423,32 @@ class GroupExamplesBackward(GroupExamples):
         self.channels.ready(owned)
         found = [fragment(Float32, self.vec, 0.0) for _ in range(2)]
         self._sum(tensors, slots, kept, place, found, numbers)
-        for which in cutlass.range_constexpr(2):
-            self.add_up(found[which], sums, place, which)
+        self.add_up(found, sums, place)
         cute.arch.barrier()
         for which in cutlass.range_constexpr(2):
-            self.tell(sums, which, 0, start, tensors.weight)
+            self._tell(sums, which, start, tensors.weight)
         self._tell_channels(tensors, sums, owned, start)
         self.numbers.wait(sums[2], 0)
         let_next_start(self.pdl)
         if const_expr(tensors.dx is not None):
-            pulls = [self.means(sums, place, 0, which) for which in range(2)]
+            pulls = [self._means(sums, place, which) for which in range(2)]
             self._write(tensors, slots, kept, place, numbers, pulls)
         self.channels.wait(owned)
         self._store_sums(tensors, owned, start)
+
+    @cute.jit
+    def _tell(
+        self, sums: cutlass.Constexpr, which: cutlass.Constexpr, start: Int32, mWeight: cutlass.Constexpr
+    ):  # fmt: skip
+        """Tell the cluster the sums of this CTA's groups, of channels times their weights."""
+        for group in cutlass.range(cute.arch.thread_idx()[0] // WARP, self.of_block, self.threads // WARP, unroll=1):
+            total = self.of_group(sums, group, which, start, mWeight)
+            self.numbers.send(sums[2], group + which * self.of_block, total, 0)
+
+    def _means(self, sums, place, which):
+        """The means of a number over the groups of this thread's channels."""
+        count, first = 1.0 / (self.d * self.s), which * self.of_block
+        return self.of_groups(lambda group: self.numbers.total(sums[2], group + first, 0) * count, place)
 
     def _numbers(self, m, name, place):
         """The numbers of the groups of this thread's channels."""

@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint8
 
 from cute_ops.kernels.lib.column_params import column_vectors
-from cute_ops.kernels.lib.copy import fragment, widen
+from cute_ops.kernels.lib.copy import fragment, narrow, widen
 from cute_ops.kernels.lib.fp8 import largest_of_each, scale_of, to_fp8
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_blocks import Elements, RowBlocks
@@ -34,7 +34,7 @@ class QuantizeRowsInBlocks:
     Tile: ``threads_per_row`` threads of a warp hold a row, of which each takes every so many-th element; a CTA of
     ``threads`` holds ``threads / threads_per_row`` rows at a time, ``unroll`` times, with the weight in registers. Each
     row has one scale.
-    Shared memory: the CTA's rows of inputs and of outputs.
+    Shared memory: the CTA's rows of inputs and of out; those of the residual become those of residual_out.
     Bytes moved per element: every tensor once.
     """
 
@@ -52,12 +52,12 @@ class QuantizeRowsInBlocks:
     @cute.jit
     def __call__(self, inputs, columns, mResidualOut, mOut, mScale, stream):
         count = Int32((row_count(mOut) + (self.blocks.rows - 1)) // self.blocks.rows)
-        self.kernel(inputs, columns, mOut, mScale).launch(
+        self.kernel(inputs, columns, mResidualOut, mOut, mScale).launch(
             **clusters(self.tile, count, self.resident, 100), stream=stream, use_pdl=self.pdl
         )  # fmt: skip
 
     @cute.kernel
-    def kernel(self, inputs, columns, mOut, mScale):
+    def kernel(self, inputs, columns, mResidualOut, mOut, mScale):
         bidx, local, t, rank = self.tile.here()
         smem = cutlass.utils.SmemAllocator()
         rows_of = [self.blocks.allocate(smem, mX) for mX in inputs]
@@ -85,6 +85,8 @@ class QuantizeRowsInBlocks:
             self._row([sX for sX in rows_of if sX is not None], sOut, loaded, first, place, scale)
         cute.arch.barrier()
         self.blocks.send(sOut, self._address(mOut, "out", start), rows)
+        if cutlass.const_expr(mResidualOut is not None):
+            self.blocks.send(rows_of[1], self._address(mResidualOut, "residual_out", start), rows)
 
     def _address(self, mX, name, row):
         return row_address(mX, self.variant.tensors[name], row, self.n)
@@ -94,6 +96,8 @@ class QuantizeRowsInBlocks:
         held = [[widen(self.blocks.read(sX, local, *place)) for sX in rows_of] for place in places]
         rstd = None
         if self.source.normed:
+            if len(rows_of) > 1:
+                held = [[self._added(*each, rows_of[1], local, place)] for each, place in zip(held, places)]
             given = self.sum.thread(lambda k: (held[k][0],), first, None)
             _, rstd = self.sum.forward_terms(self.sum(given, None, Int32(0)), 1.0 / self.n)
         rY = fragment(Float32, self.tile.per_thread)
@@ -107,6 +111,12 @@ class QuantizeRowsInBlocks:
             rOut = fragment(Uint8, 1)
             rOut[0] = rBytes[k]
             self.blocks.write(rOut, sOut, local, *place)
+
+    def _added(self, x, residual, sResidual, local, place):
+        """An element's sum, rounded, which takes the residual's place."""
+        rH = narrow(x + residual, sResidual.element_type, 1)
+        self.blocks.write(rH, sResidual, local, *place)
+        return widen(rH)
 
     def _value(self, wide, rstd, rWeight, rBias, first, inside):
         """An element in fp32, zero outside the row, also where there is a bias."""

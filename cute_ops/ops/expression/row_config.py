@@ -436,11 +436,17 @@ class RowExpression(NamedTuple):
         fits = SHORTEST_ROW < row.vectors <= (3 * WARP if self.read == 2 else 4 * ALONE_VECTORS // 3)
         return plain and fits and cluster == 1 and self.read <= 2 and (self.read == 1 or row.aligned)
 
+    def _turns(self, row: RowProblem, share: int) -> bool:
+        """Whether short rows take turns, with several vectors a thread, and one reduction waits for another."""
+        return self.texts.turns and self.depth > 1 and row.vectors <= WARP and share == self._few_threads(row)
+
     def _resident(self, row: RowProblem, cluster: int, share: int, threads: int, keep: bool) -> int:
         """CTAs of an SM, which bound a thread's registers; 1 for no bound."""
         longer = row.vectors > WARP
         if cluster > 1 and not stages(self.expression):
             return UNREDUCED_CTAS
+        if self._turns(row, share):  # of heads of 96 layer norms run at 0.97 of a copy's rate, without a bound at 0.85
+            return REGISTER_THREADS // threads
         if longer and self.texts.random:
             most = REGISTER_THREADS if row.touched > RANDOM_THREADS else SHORT_RANDOM_THREADS
             return max(most // max(128, share), 1)

@@ -83,6 +83,9 @@ SHORT_CENTRED_THREADS, SHORT_CENTRED_ROW = 8, 12
 # columns at 0.89, by vectors at 0.79, but of 1001 at 0.80 and 0.85.
 # Columns of a thread at most, and of layer norms whose parameters have 16 bits.
 BLOCKS_COLUMNS, MOST_BLOCKS_COLUMNS = 18, 23
+# Columns of a thread of an RMS norm whose weight has 32 bits: 73861 x 795 runs at 0.95 of a copy's rate, by vectors at
+# 0.85. Beyond BLOCKS_COLUMNS a CTA loads WIDE_UNROLL groups of rows at once.
+WIDE_BLOCKS_COLUMNS, WIDE_UNROLL = 25, 2
 # Up to so many columns of a thread an SM has eight CTAs, then six. In float32 only layer norms take this form, up to
 # these: 203 columns run at 0.95, by vectors at 0.83; RMS norms gain nothing.
 FEW_BLOCKS_COLUMNS = 13
@@ -117,7 +120,7 @@ def forward(problem: Problem, centred: bool = False) -> NormConfig:
         found = _in_smem(problem, row, row.vectors, step(CENTRED_SMEM_SPAN, row.vectors), full=True)
         if found:
             return found
-    if row.n <= WARP * MOST_BLOCKS_COLUMNS and _goes_in_blocks(problem, row, centred):
+    if row.n <= WARP * WIDE_BLOCKS_COLUMNS and _goes_in_blocks(problem, row, centred):
         return _blocks(row, centred)
     if row.vectors <= CTA_VECTORS:
         several = row.vectors > (WARP if row.aligned or "residual" in problem.dtypes else SHORT_CENTRED_ROW)
@@ -156,8 +159,11 @@ def _goes_in_blocks(problem: Problem, row: RowProblem, centred: bool) -> bool:
     halves = row.n % (row.vector_elements // 2) == 0
     if row.itemsize == 4:
         return centred and not halves and row.n <= WARP * FEW_BLOCKS_COLUMNS
-    narrow = centred and bytes_of(problem, COLUMNS) <= 4
-    return (centred or not halves) and row.n <= WARP * (MOST_BLOCKS_COLUMNS if narrow else BLOCKS_COLUMNS)
+    column = bytes_of(problem, COLUMNS)
+    most = MOST_BLOCKS_COLUMNS if centred and column <= 4 else BLOCKS_COLUMNS
+    if column == 4 and not centred and "residual" not in problem.dtypes:
+        most = WIDE_BLOCKS_COLUMNS
+    return (centred or not halves) and row.n <= WARP * most
 
 
 def _blocks(row: RowProblem, centred: bool) -> NormConfig:
@@ -165,7 +171,8 @@ def _blocks(row: RowProblem, centred: bool) -> NormConfig:
     columns = BLOCKS_COLUMNS if centred else BLOCKS_LEAST
     share = next((share for share in (8, 16) if row.n <= share * columns and row.itemsize == 2), WARP)
     resident = 8 if row.n <= share * FEW_BLOCKS_COLUMNS else 6 if row.n <= share * BLOCKS_COLUMNS else 5
-    return NormConfig("blocks", BLOCKS_THREADS, share, resident=resident, unroll=BLOCKS_UNROLL[row.itemsize])
+    unroll = WIDE_UNROLL if not centred and row.n > WARP * BLOCKS_COLUMNS else BLOCKS_UNROLL[row.itemsize]
+    return NormConfig("blocks", BLOCKS_THREADS, share, resident=resident, unroll=unroll)
 
 
 def _uneven_row(problem: Problem, row: RowProblem, centred: bool) -> NormConfig | None:
@@ -200,11 +207,8 @@ def _row(problem: Problem, row: RowProblem, centred: bool) -> NormConfig:
 def _long_row(problem: Problem, row: RowProblem, centred: bool) -> NormConfig:
     """A row that one CTA's registers do not hold in float32."""
     pair, touched = "residual" in problem.dtypes, row.vectors + row.align_vectors
-    weights_fit = SMEM_FROM[False] < touched <= 2 * PERSISTENT_VECTORS
-    if centred and not row.aligned and weights_fit and row.max_cluster > 1:
-        found = _persistent(problem, row, cluster=2, per_thread=5, threads=640)
-        if found:
-            return found
+    if centred and not row.aligned and (found := _centred_off_a_vector(problem, row, pair, touched)):
+        return found
     full = not (row.aligned or centred or pair)
     span = SMEM_SPAN_OF_SUM if pair and row.aligned else SMEM_VECTORS
     wide = pair and not row.aligned and _column_bytes(problem, row) > VECTOR_BYTES
@@ -215,6 +219,15 @@ def _long_row(problem: Problem, row: RowProblem, centred: bool) -> NormConfig:
     ):
         return found
     return _clustered(problem, row, centred, pair)
+
+
+def _centred_off_a_vector(problem: Problem, row: RowProblem, pair: bool, touched: int) -> NormConfig | None:
+    """A layer norm's long unaligned row; None where other forms serve it."""
+    if SMEM_FROM[False] < touched <= 2 * PERSISTENT_VECTORS and row.max_cluster > 1:
+        return _persistent(problem, row, cluster=2, per_thread=5, threads=640)
+    if pair and touched <= SMEM_FROM[False]:  # 2600 x 12245 runs at 0.85 of a copy's rate, in registers at 0.66
+        return _in_smem(problem, row, row.touched, SMEM_VECTORS, full=False, shallow=True)
+    return None
 
 
 def _clustered(problem: Problem, row: RowProblem, centred: bool, pair: bool) -> NormConfig:

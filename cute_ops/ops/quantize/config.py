@@ -32,7 +32,7 @@ from cute_ops.ops.rows import (
 )
 
 # Tensors with rows, beside a residual.
-ROWS = "x", "gate", "up", "out"
+ROWS = "x", "gate", "up", "residual", "out"
 # Columns that share a scale.
 BLOCK = 128
 # Elements of a row that a CTA holds in float32; fewer with a weight.
@@ -134,7 +134,7 @@ def _goes_in_blocks(problem: Problem, row: _Quantized) -> bool:
     n = problem.dims["n"]
     contiguous = are_contiguous(problem, ROWS)
     fits = row.vectors > SHORTEST_ROW and n <= (WARP * MOST_BLOCKS_COLUMNS if row.by_row else BLOCK)
-    return contiguous and fits and not row.aligned and "residual" not in problem.dtypes
+    return contiguous and fits and not row.aligned
 
 
 def _blocks(problem: Problem) -> QuantizeConfig:

@@ -42,7 +42,8 @@ SELECTED_ROW = 128
 # Experts of a token up to which vectors with the largest logits are found first, by bytes of a logit.
 MOST_BY_VECTORS = {2: 8, 4: 4}
 # Threads of a CTA that finds places, and classes up to which it has twice as many: counts of all its warps take 66 KB.
-PLACES_THREADS, FEW_CLASSES = 512, 512
+# Numbers up to which every other SM has one: of 14773 x 4 they take 4.3 us, on all SMs 5.9, of 65536 x 8 16 and 11.5.
+PLACES_THREADS, FEW_CLASSES, FEW_PLACES = 512, 512, 1 << 17
 # Vectors of a thread that adds up rows.
 GATHERED_VECTORS = 4
 # Vectors of a thread that computes the gradients of a token's rows and of their weights, of all these rows at a time.
@@ -115,7 +116,7 @@ def scattered_dots(problem: Problem) -> GatherConfig:
     found = gathered_dots(problem)
     vec = math.gcd(problem.dims["n"], VECTOR_BYTES // ITEMSIZE[problem.dtypes["y"]])
     unroll = max(min(problem.dims["n"] // (vec * WARP), DOTS_VECTORS // problem.dims["k"]), 1)
-    return replace(found, threads=2 * SORT_THREADS, unroll=unroll) if found.threads_per_row == WARP else found
+    return replace(found, unroll=unroll) if found.threads_per_row == WARP else found
 
 
 def scattered_rows(problem: Problem) -> GatherConfig:
@@ -124,9 +125,10 @@ def scattered_rows(problem: Problem) -> GatherConfig:
 
 
 def places(problem: Problem) -> PlacesConfig:
-    """A CTA for each SM; each of its warps counts classes apart."""
+    """A CTA for each SM, or for every other one; each of its warps counts classes apart."""
     few = problem.attrs["classes"] <= FEW_CLASSES
-    return PlacesConfig(2 * PLACES_THREADS if few else PLACES_THREADS, problem.sm_count)
+    ctas = -(-problem.sm_count // 2) if problem.size("r") * problem.dims["k"] <= FEW_PLACES else problem.sm_count
+    return PlacesConfig(2 * PLACES_THREADS if few else PLACES_THREADS, ctas)
 
 
 def counts(problem: Problem, flat: Config) -> dict[str, Array | None]:
