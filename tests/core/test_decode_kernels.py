@@ -6,12 +6,13 @@ import json
 import math
 import struct
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-from cute_ops import testing
+from cute_ops import Op, testing
 from cute_ops.jit.layout import Memory
 from cute_ops.kernels.attention.config import DecodeConfig, MlaConfig
 from cute_ops.ops.attention.by_call import Captured, kind_of, op_of_call
@@ -49,6 +50,17 @@ def check_shared(folder: Path, counted: int) -> None:
     assert counted - 64 <= taken <= counted + 64
 
 
+def emulated(op: Op, call: Decoding, given: dict[str, np.ndarray | None], folder: Path) -> tuple[dict[str, Any], Any]:
+    """The results of a call by name, and the config of its kernel."""
+    inputs = {name: given.get(name) for name in op.inputs}
+    where = {
+        name: Memory(tuple(stride // a.itemsize for stride in a.strides)) for name, a in inputs.items() if a is not None
+    }
+    made = Call(op, inputs, where, call.attrs, call.name, lambda _: inputs)
+    results = dict(zip(op.results, device.run(made, folder, arch="sm_90a"), strict=True))
+    return {name: a for name, a in results.items() if a is not None}, made.planned()[1].variant.config
+
+
 def run(
     call: Decoding, given: dict[str, np.ndarray], folder: Path, functions: Functions = NO_FUNCTIONS
 ) -> dict[str, np.ndarray]:
@@ -56,14 +68,9 @@ def run(
     if functions.score:
         read = tuple(Captured(name, kind_of(str(a.dtype)), a.ndim) for name, a in captured.items())
         op = op_of_call(functions.score, None, read, form="decode_attention")
-    inputs = {name: {**given, **captured}.get(name) for name in op.inputs}
-    where = {
-        name: Memory(tuple(stride // a.itemsize for stride in a.strides)) for name, a in inputs.items() if a is not None
-    }
-    made = Call(op, inputs, where, call.attrs, call.name, lambda _: inputs)
-    results = dict(zip(op.results, device.run(made, folder, arch="sm_90a"), strict=True))
-    check_shared(folder, DecodeConfig.of(made.planned()[1].variant.config).shared(call.d, call.e))
-    return {name: a for name, a in results.items() if a is not None}
+    results, config = emulated(op, call, {**given, **captured}, folder)
+    check_shared(folder, DecodeConfig.of(config).shared(call.d, call.e))
+    return results
 
 
 @pytest.mark.drawn(0.4)
@@ -109,21 +116,10 @@ LATENT = (
     Decoding((40,), 3, 1, 13, 64, 64, 0, 520, attrs={"scale": 0.1, "rank": 64}),
     # By warpgroups.
     Decoding((70, 0), 1, 1, 5, 192, 128, 3, 72, attrs={"scale": 0.1, "rank": 128}, holes=True),
-    Decoding((300, 33), 2, 1, 64, 192, 128, 64, 320, "float16", {"scale": 0.1, "rank": 128}),
+    Decoding((300, 33), 2, 1, 64, 192, 128, 64, 320, "float16", {"scale": 0.1, "rank": 128}, holes=True),
     Decoding((66,), 1, 1, 33, 576, 512, 0, 70, attrs={"scale": 0.1, "rank": 512}),
     Decoding((1200,), 1, 1, 4, 320, 256, 0, 1210, attrs={"scale": 0.1, "rank": 256, "batch_invariant": True}),
 )
-
-
-def run_latent(call: Decoding, given: dict[str, np.ndarray], folder: Path, arch: str) -> dict[str, np.ndarray]:
-    emulated = EmulatedCall(mla_decode, given, call.attrs, folder, arch)
-    check_shared(folder, MlaConfig.of(emulated.variant.config).shared(call.d))
-    rows, splits = emulated.arrays["partial_lse"].shape
-    ctas = len(call.lengths) * splits * -(-call.s * call.r // MlaConfig.of(emulated.variant.config).rows)
-    emulated.run("MlaDecode", [*emulated.arrays], [struct.pack("<i", splits)], ctas)
-    if splits > 1:
-        emulated.run("Combine", ["partial", "partial_lse", "out", "lse"], [struct.pack("<i", splits)], rows)
-    return {name: emulated.arrays[name] for name in ("out", "lse")}
 
 
 @pytest.mark.drawn(0.4)
@@ -133,8 +129,10 @@ def run_latent(call: Decoding, given: dict[str, np.ndarray], folder: Path, arch:
 def test_latent_attention(call: Decoding, tmp_path: Path) -> None:
     given = latent(call, 0)
     right = of_latent(call, given)
-    for name, found in run_latent(call, given, tmp_path, "sm_90a").items():
-        right[name].assert_holds(found.astype(np.float64), name)
+    results, config = emulated(mla_decode, call, given, tmp_path)
+    check_shared(tmp_path, MlaConfig.of(config).shared(call.d))
+    for name in ("out", "lse"):
+        right[name].assert_holds(results[name].astype(np.float64), name)
 
 
 @products.emulated

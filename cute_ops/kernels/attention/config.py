@@ -189,6 +189,7 @@ class MlaConfig(KernelConfig):
         paged: whether the cache has pages.
         split_keys: keys after which they are split; 0 where the number of splits is chosen.
         wgmma: whether warpgroups multiply; then a block has 64 rows and 64 keys, and is loaded by a warpgroup more.
+        boxed: whether TMA loads such blocks, each of which lies in one page.
     """
 
     tiles_m: int
@@ -199,6 +200,7 @@ class MlaConfig(KernelConfig):
     paged: bool
     split_keys: int = 0
     wgmma: bool = False
+    boxed: bool = False
 
     @property
     def rows(self) -> int:

@@ -8,7 +8,7 @@ from cutlass import Float32, Int32, Int64, Uint8, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from cute_ops.hardware import VECTOR_BYTES, WARP
-from cute_ops.kernels.attention.boxes import FAR, columns_of, copies_of, slots_of, swizzle_of
+from cute_ops.kernels.attention.boxes import EVICT_FIRST, FAR, columns_of, copies_of, slots_of, swizzle_of
 from cute_ops.kernels.attention.config import LONGEST_OF_TWO, PADDING, RESIDENT
 from cute_ops.kernels.attention.decode_attention import DecodeAttention
 from cute_ops.kernels.attention.pages import page_of, table_entry
@@ -17,7 +17,6 @@ from cute_ops.kernels.lib.row_layout import SMEM_PERCENT
 from cute_ops.kernels.tensor_core.pipeline import Consumer, Producer, tma_pipeline
 
 ATOM_BYTES = 1024  # that a swizzle repeats after
-EVICT_FIRST = 0x12F0000000000000  # a policy of L2: what is read once
 QUERIES, END = 1, 2  # named barriers of the warps that multiply
 
 

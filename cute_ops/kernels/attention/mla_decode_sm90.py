@@ -10,6 +10,7 @@ from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as hopper
 
 from cute_ops.hardware import VECTOR_BYTES, WARP
+from cute_ops.kernels.attention.boxes import EVICT_FIRST
 from cute_ops.kernels.attention.config import LATENT_PARTS, LATENT_STAGES
 from cute_ops.kernels.attention.latent import Latent, Tensors
 from cute_ops.kernels.attention.pages import copy_bytes, of_lane, step_on
@@ -19,6 +20,7 @@ from cute_ops.kernels.attention.tiles import first_row, slots, transposed
 from cute_ops.kernels.lib.arguments import named
 from cute_ops.kernels.lib.pdl import let_next_start, wait_for_previous
 from cute_ops.kernels.tensor_core.sizes import MMA_M, WARPGROUP, RegisterBudget
+from cute_ops.kernels.tensor_core.tma import load_tensor, tma_copy
 from cute_ops.kernels.tensor_core.wgmma import multiply, tiled_mma
 
 GROUPS = 2  # warpgroups that multiply
@@ -83,12 +85,12 @@ class MlaDecodeSm90(Latent):
     """``out = softmax(scale * q @ k.T) @ k[:, :rank]`` over the keys of each sequence, and the log-sum-exp of scores.
 
     Tile: a CTA has 64 rows, the queries of a sequence's heads, and goes through a part of its keys in blocks of 64. A
-    warpgroup loads them by ``cp.async``, three parts of a block one after another. Two warpgroups have the even and the
-    odd blocks: each computes the scores of its own, exponentiates them and adds its half of the columns of weighted
-    values, out of the block that the scores were computed of, with weights in its registers. It lays them into shared
-    memory for the other one, which adds its half, too. Scores of odd blocks are multiplied while those of even ones are
-    exponentiated, and values of even ones while scores of odd ones are. If keys are split, :class:`Combine` combines
-    the results of CTAs in a fixed order.
+    warpgroup loads them, three parts of a block one after another: by TMA if a block lies in one page, else by
+    ``cp.async``. Two warpgroups have the even and the odd blocks: each computes the scores of its own, exponentiates
+    them and adds its half of the columns of weighted values, out of the block that the scores were computed of, with
+    weights in its registers. It lays them into shared memory for the other one, which adds its half, too. Scores of odd
+    blocks are multiplied while those of even ones are exponentiated, and values of even ones while scores of odd ones
+    are. If keys are split, :class:`Combine` combines the results of CTAs in a fixed order.
     Shared memory: ``64 x d`` queries, two blocks of ``64 x d`` keys, ``64 x 64`` weights.
     Bytes moved per element: keys once, from memory for one block of rows, from L2 for the others.
     """
@@ -105,14 +107,22 @@ class MlaDecodeSm90(Latent):
         tensors, stream = named(Tensors, self.variant, arguments), arguments[-1]
         self.dtype = tensors.q.element_type
         splits = Int32(tensors.partial_lse.shape[1])
-        self.kernel(tensors, splits).launch(
+        latents = self._latents(tensors.latent_cache) if const_expr(self.config.boxed) else None
+        self.kernel(tensors, latents, splits).launch(
             grid=[Int32(tensors.q.shape[0]) * splits * self.blocks, 1, 1], block=[WARPGROUP * (1 + GROUPS), 1, 1],
             stream=stream, use_pdl=self.pdl, min_blocks_per_mp=1,
         )  # fmt: skip
         self.combine_parts(tensors, splits, stream)
 
+    def _latents(self, mX):
+        """The cache, (slots, d, pages), for TMA: tiles of 64 slots and columns."""
+        mX, tile = cute.make_tensor(mX.iterator, cute.select(mX.layout, mode=[1, 2, 0])), (MMA_M, COLUMNS)
+        count = LATENT_STAGES * self.tiles
+        layout = hopper.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (MMA_M, *tile), self.dtype, count)
+        return load_tensor(mX, layout, tile)
+
     @cute.kernel
-    def kernel(self, tensors, splits: Int32):
+    def kernel(self, tensors, latents, splits: Int32):
         tidx = cute.arch.thread_idx()[0]
         warp = cute.arch.make_warp_uniform(tidx // WARP)
         let_next_start(self.pdl)
@@ -133,7 +143,7 @@ class MlaDecodeSm90(Latent):
         if (work.begin < work.end) | (splits == 1):
             if warp < WARPGROUP // WARP:
                 cute.arch.setmaxregister_decrease(REGISTERS.load)
-                self._load(tensors, work, shared, tidx)
+                self._load(tensors, work, shared, (tidx, self._copy_of_tiles(latents, shared.k)))
             else:
                 cute.arch.setmaxregister_increase(REGISTERS.multiply)
                 self._attend(tensors, work, shared)
@@ -157,9 +167,21 @@ class MlaDecodeSm90(Latent):
 
     # --- the warpgroup that loads
 
+    def _copy_of_tiles(self, latents, sK):
+        """TMA's copy of tiles of the cache into those of shared memory; None if there is none."""
+        if latents is None:
+            return None
+        gX = cute.local_tile(latents.tensor, (MMA_M, COLUMNS), (None, None, None))
+        return tma_copy(latents.atom, cute.make_tensor(sK.iterator, latents.layout.outer), gX)
+
     @cute.jit
-    def _load(self, tensors: cutlass.Constexpr, work: cutlass.Constexpr, shared: cutlass.Constexpr, tidx):
-        """Copy the queries, then block after block. Eight threads have 128 bytes of a row, and of four rows each."""
+    def _load(
+        self, tensors: cutlass.Constexpr, work: cutlass.Constexpr, shared: cutlass.Constexpr, by: cutlass.Constexpr
+    ):  # fmt: skip
+        """Copy the queries, then block after block. Eight threads have 128 bytes of a row, and of four rows each. TMA
+        copies blocks that have no key behind a sequence's last one, where numbers may be NaN.
+        """
+        tidx, copy = by
         row, vector = tidx // VECTORS, tidx % VECTORS
         within = row * ROW_BYTES + ((vector ^ (row % VECTORS)) * VECTOR_BYTES)
         rows = [row + i * ROWS_AT_ONCE for i in range(MMA_M // ROWS_AT_ONCE)]
@@ -184,6 +206,7 @@ class MlaDecodeSm90(Latent):
                 self._source(mX, of_lane(address, other) + vector * VECTOR_BYTES, (there >> other) & 1 != 0)
                 for other in others
             ]
+            places, inside = (slot // MMA_M, page), (block + 1) * MMA_M <= work.keys
             # What the table has for a block is looked up one block ahead.
             if const_expr(self.config.paged):
                 index, slot = step_on(index, slot, MMA_M, Int32(mX.shape[1]))
@@ -198,9 +221,36 @@ class MlaDecodeSm90(Latent):
             full = shared.full + stage * LATENT_PARTS
             cute.arch.mbarrier_arrive(full)
             target = shared.k.iterator.toint() + (within + stage * (self.tiles * TILE_BYTES))
-            for part in cutlass.range_constexpr(LATENT_PARTS):
-                self._copy(target, sources, self.parts[part])
-                cute.arch.cp_async_mbarrier_arrive_noinc(full + part)
+            if const_expr(copy is None):
+                for part in cutlass.range_constexpr(LATENT_PARTS):
+                    self._copy(target, sources, self.parts[part])
+                    cute.arch.cp_async_mbarrier_arrive_noinc(full + part)
+            elif inside:
+                self._copy_tiles(copy, places, stage, full, tidx)
+            else:
+                self._copy(target, sources, range(self.tiles))
+                cute.arch.cp_async_commit_group()
+                cute.arch.cp_async_wait_group(0)
+                cute.arch.fence_view_async_shared()
+                for part in cutlass.range_constexpr(LATENT_PARTS):
+                    cute.arch.mbarrier_arrive(full + part)
+
+    @cute.jit
+    def _copy_tiles(
+        self, copy: cutlass.Constexpr, places: cutlass.Constexpr, stage, full: cutlass.Constexpr, tidx
+    ):  # fmt: skip
+        """Start to copy a block's tiles by TMA: zeros of a page that is not there."""
+        at, page = [cute.arch.shuffle_sync(each, 0) for each in places]  # of the block's first key
+        for part, tiles in enumerate(self.parts):
+            if tidx == 0:
+                cute.arch.mbarrier_arrive_and_expect_tx(full + part, len(tiles) * TILE_BYTES)
+            else:
+                cute.arch.mbarrier_arrive(full + part)
+            if cute.arch.make_warp_uniform(tidx // WARP) == 0:
+                for tile in tiles:
+                    hint = Int64(EVICT_FIRST)
+                    source, target = copy.tXgX[None, at, tile, page], copy.tXsX[None, stage * self.tiles + tile]
+                    cute.copy(copy.atom, source, target, tma_bar_ptr=full + part, cache_policy=hint)
 
     def _source(self, mX, address, there):
         """An address to read, and how many bytes of it: none of what is not there, but of what can be read."""
@@ -246,6 +296,7 @@ class MlaDecodeSm90(Latent):
             mma_other.make_fragment_B(values.partition_B(self._values(shared.k, group))), rS, rP, rO, rMax, rSum,
         )  # fmt: skip
         cute.arch.mbarrier_wait(shared.queries, 0)
+        cute.arch.fence_view_async_shared()
         if group == 0:
             self._go_through_even(own, work, shared, thread)
         else:
@@ -313,7 +364,8 @@ class MlaDecodeSm90(Latent):
         turn = index // LATENT_STAGES % 2
         for part in cutlass.range_constexpr(LATENT_PARTS):
             cute.arch.mbarrier_wait(shared.full + (stage * LATENT_PARTS + part), turn)
-            cute.arch.fence_view_async_shared()
+            if const_expr(not self.config.boxed):
+                cute.arch.fence_view_async_shared()
             if const_expr(part == 0):
                 warpgroup.fence()
             tiles = self.parts[part]

@@ -380,7 +380,8 @@ def mla_decode(problem: Problem) -> MlaConfig:
     invariant = INVARIANT_KEYS if attrs["batch_invariant"] else 0
     paged, rank = "page_table" in problem.dtypes, attrs["rank"]
     if arch.startswith("sm_90") and dims["d"] - rank == MMA_M and rank % (2 * MMA_M) == 0:
-        return MlaConfig(MMA_M // MMA_ROWS, MMA_M, 8, MMA_M, LATENT_STAGES, paged, invariant, wgmma=True)
+        boxed = not paged or dims["c"] % MMA_M == 0
+        return MlaConfig(MMA_M // MMA_ROWS, MMA_M, 8, MMA_M, LATENT_STAGES, paged, invariant, wgmma=True, boxed=boxed)
     configs = (
         MlaConfig(tiles_m, keys, warps, min(keys, 32), stages, paged, invariant)
         for least_rows, tiles_m, keys, warps in ((32, 4, 32, 8), (16, 2, 32, 4), (0, 1, 64, 4), (0, 1, 32, 2))
