@@ -110,6 +110,12 @@ def test_splits_fill_whole_waves(keys: int, blocks: int, slots: int, splits: int
         assert Splitting(keys, blocks, slots, every).number() == -(-keys // every)
 
 
+def test_short_keys_are_split_less() -> None:
+    """Of few bytes: more of them are read while a CTA starts and while parts are combined."""
+    assert Splitting(700, 600, 264, 0).number() == 2
+    assert Splitting(700, 600, 264, 0, start=512, combine=512).number() == 1
+
+
 LATENT = (
     Decoding((70, 0), 1, 1, 5, 80, 64, 3, 72, attrs={"scale": 0.1, "rank": 64}, holes=True),
     Decoding((34,), 2, 1, 13, 80, 64, 64, 64, "float16", {"scale": 0.1, "rank": 64}),

@@ -58,11 +58,14 @@ WARPS, MOST_STAGES, FEWEST_STAGES = 4, 6, 3
 LEAST_SM_OF_FP8 = 89
 # Tiles that TMA loads: at most so many; a row has boxes of at least so many bytes.
 MOST_SLOTS, BOX_BYTES, HOPPER = 12, 64, 90
+SHORT = 64  # the longest heads of 16 bits of which a warp's tile has 32 keys
 # Keys that TMA loads at once of a chunk's caches are a multiple of so many, after which a swizzle repeats.
 LEAST_BOX = 8
 # Splits of keys: each of so many keys at least; a batch-invariant one. What starting a CTA and combining parts take, as
 # keys that a CTA reads meanwhile.
 LEAST_KEYS, MOST_SPLITS, INVARIANT_KEYS, START, COMBINE = 256, 128, 512, 128, 64
+# Both in bytes of keys and values that an SM reads meanwhile; rows of which it combines the parts at a time.
+START_BYTES, COMBINE_BYTES, COMBINED = 1 << 17, 1 << 16, 16
 # Parts of the heads that share keys, each a CTA's. What starting a CTA of gradients takes, and writing and adding its
 # part of dk and dv, as tiles of queries that it goes through meanwhile; of the time without parts, what is worth it.
 # Most waves of parts; what L2 holds of queries and cotangents, as the kernel has it.
@@ -332,8 +335,8 @@ def decode_attention(own: mods.Own, problem: Problem) -> DecodeConfig:
 
     split, score = INVARIANT_KEYS if attrs["batch_invariant"] else 0, mods.score_of(attrs["softcap"], own.score)
     text = score.text if score else ""
-    # A tile of float8 has as many bytes as one of 16 bits where an SM holds it: what is done once a tile counts less.
-    longest = MMA_ROWS * 2 // itemsize
+    # What is done once a tile counts less where a tile of few bytes has more keys.
+    longest = MMA_ROWS * 2 // (itemsize if max(d, e) > SHORT else 1)
     box = _box(problem, tiles_m, longest * WARPS)
     boxed = RESIDENT if tiles_m * max(d, e) <= LONGEST_OF_TWO else 1
     choices = [(boxed if box else RESIDENT, WARPS, longest, box)] if box or itemsize == 1 else []
@@ -408,9 +411,14 @@ def decode_workspace(problem: Problem, flat: Config) -> dict[str, Array | None]:
         keys = min(keys, window + dims["s"])
     queries = dims["r"] * dims["s"]
     blocks = dims["b"] * dims["g"] * -(-queries // config.rows)
-    slots = problem.sm_count * min(_resident(problem, config), RESIDENT)
-    split = Splitting(keys, blocks, slots, config.split_keys)
-    return _parts(dims["b"] * dims["g"] * queries, split.number(), dims["e"])
+    resident, rows = min(_resident(problem, config), RESIDENT), dims["b"] * dims["g"] * queries
+    of_keys = (dims["d"] + dims["e"]) * config.itemsize * resident  # bytes of a key in each of an SM's CTAs
+    waves = -(-rows // (COMBINED * problem.sm_count))
+    split = Splitting(
+        keys, blocks, problem.sm_count * resident, config.split_keys, START_BYTES // of_keys,
+        waves * COMBINE_BYTES // of_keys,
+    )  # fmt: skip
+    return _parts(rows, split.number(), dims["e"])
 
 
 def _parts(rows: int, splits: int, e: int) -> dict[str, Array | None]:
@@ -427,12 +435,15 @@ class Splitting(NamedTuple):
         blocks: CTAs of a split.
         slots: CTAs that run at a time.
         every: keys after which they are split; 0 where the number of splits is chosen.
+        start, combine: what starting a CTA and combining parts take, as keys that a CTA reads meanwhile.
     """
 
     keys: int
     blocks: int
     slots: int
     every: int
+    start: int = START
+    combine: int = COMBINE
 
     def number(self) -> int:
         """The splits that take the least time."""
@@ -443,7 +454,7 @@ class Splitting(NamedTuple):
     def _time(self, splits: int) -> float:
         """Of the waves of CTAs, as keys that one of them reads."""
         waves = math.ceil(self.blocks * splits / self.slots)
-        return waves * (self.keys / splits + START) + (COMBINE if splits > 1 else 0)
+        return waves * (self.keys / splits + self.start) + (self.combine if splits > 1 else 0)
 
 
 def _headdim(problem: Problem) -> int:
