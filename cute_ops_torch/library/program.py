@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -11,14 +11,13 @@ import torch
 from cute_ops.declaration.binding import Binding
 from cute_ops.declaration.op import Op
 from cute_ops.declaration.program import Program
-from cute_ops_torch.library import framework
+from cute_ops_torch.library import framework, row_chunks
 from cute_ops_torch.library.schema import resolver
 from cute_ops_torch.library.tensors import Tensors, readable
 
 # Makes the raw function of an op that is registered, or the one whose outputs take the memory of donated inputs.
 functions: dict[Op, Callable[[bool], Callable[..., Any]]] = {}
-# Plans a call of an op that is registered; gives None where its kernels do not take the tensors.
-planned: dict[Op, Callable[[Tensors, Sequence[Any]], Any]] = {}
+planned = row_chunks.planned
 # Makes ``call(*tensors)``, which runs ops by one guard: ``repeated(name, inputs, run, otherwise)``.
 repeated: Callable[..., Callable[..., Any]]
 _resolver = cache(resolver)

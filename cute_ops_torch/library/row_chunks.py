@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
+from torch.overrides import handle_torch_function
 
 from cute_ops.composite import chunks
 from cute_ops.constants import make_room
@@ -24,6 +25,8 @@ State = TypeVar("State")
 Inputs: TypeAlias = Mapping[str, Any]
 Call = Callable[..., Inputs]
 _linear = torch._C._nn.linear
+# Plans a call of an op that is registered; gives None where its kernels do not take the tensors.
+planned: dict[Op, Callable[[Sequence[Any], Sequence[Any]], Any]] = {}
 _AUTO, _HALF = {"fused": "auto"}, (torch.bfloat16, torch.float16)
 # Bytes that rows of logits begin at multiples of, and of which products take multiples: cuBLAS multiplies 50257 classes
 # four to six times as long as 50256, which is why the others are a product of their own.
@@ -182,7 +185,17 @@ class Chunks:
         if self.pitch > self.weight.shape[0]:
             logits = logits[:, : self.weight.shape[0]]
         rows = hidden[at]
+        if bias is None and self._call and self.whole == self.weight.shape[0]:
+            return self._multiplied(self._call, rows, weight, logits)
         return put_logits(logits, rows, weight, bias, self._parts())
+
+    @staticmethod
+    def _multiplied(call: Call, rows: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
+        """``logits``, filled by our kernel where that is faster."""
+        if type(rows) is Tensor:
+            return product_into(rows, weight, logits)
+        call(linear, {"x": rows, "weight": weight}, _AUTO)  # of fake ones, so that its kernel is compiled ahead
+        return logits
 
     def _parts(self) -> Sequence[slice]:
         return parts(self.weight.shape[0], self.whole)
@@ -250,6 +263,22 @@ def add_product(total: Tensor, first: bool, a: Tensor, b: Tensor) -> Tensor:
 
 def _dtype_of_sums(accum: str) -> torch.dtype:
     return torch.float32 if accum == chunks.AUTO else DTYPES[accum]
+
+
+def product_into(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
+    """``x @ weight.T`` in memory that is given, by our kernel where that is faster. To modes it is one function."""
+    if torch._C._len_torch_function_stack():
+        made: Tensor = handle_torch_function(product_into, (x, weight, out), x, weight, out)
+        return made
+    # Our kernel copies rows that do not begin at vectors, which cuBLAS reads.
+    vectors = all(t.stride(1) == 1 and not (t.stride(0) * t.itemsize | t.data_ptr()) % _ALIGNMENT for t in (x, weight))
+    writable = vectors and out.is_contiguous() and not out.data_ptr() % _ALIGNMENT
+    kernel = planned[linear]((x, weight), [*_AUTO.values()]) if writable else None
+    if kernel is None:
+        return torch.mm(x, weight.t(), out=out)
+    kernel.fill(("out",))(x, weight, out)
+    torch.autograd.graph.increment_version(out)
+    return out
 
 
 def _of_kernels(call: Call | None, like: Tensor) -> Call | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ from array_api_compat import torch as xp
 import cute_ops_torch
 from cute_ops import testing
 from cute_ops.composite import chunks, finished
+from cute_ops.ops.gemm.linear import linear as linear_op
 from cute_ops.ops.reduction.cross_entropy import cross_entropy as declared
-from cute_ops_torch.library import row_chunks
+from cute_ops_torch.library import program, row_chunks
 from cute_ops_torch.library.class_blocks import ClassBlocks
 from cute_ops_torch.library.row_chunks import Chunks, rows_in_saved
 from cute_ops_torch.library.row_halves import RowHalves
@@ -442,6 +444,30 @@ def test_logits_lie_where_the_weights_gradient_goes() -> None:
     # Memory that layers leave is of use only where it holds more rows than the gradient's does.
     for saved, rows, held in ((4096, 1500, None), (4096, 6000, None), (16384, 4096, None), (16384, 6000, 2944)):
         assert rows_in_saved(rows * len(weight), hidden[:saved], weight.requires_grad_()) == held
+
+
+@pytest.mark.parametrize("width", [16, 15])
+def test_chunks_of_logits_by_our_kernel(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the memory of all chunks, also in calls that repeat what the first noted. Torch takes rows off a vector."""
+
+    def fill(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+        shapes.append(out.shape)
+        out.copy_(x @ weight.t())
+
+    def found(chunk_rows: int | None = 8) -> list[torch.Tensor]:
+        loss = cute_ops_torch.linear_cross_entropy(hidden, weight, target, chunk_rows=chunk_rows)
+        return [loss.detach(), *torch.autograd.grad(loss, (hidden, weight))]
+
+    torch.manual_seed(0)
+    shapes: list[torch.Size] = []
+    hidden, weight = (torch.randn(n, width, dtype=torch.bfloat16, requires_grad=True) for n in (20, 64))
+    target = torch.randint(64, (20,))
+    expected = found(None)
+    monkeypatch.setattr(row_chunks, "_of_kernels", lambda call, like: call)
+    monkeypatch.setitem(program.planned, linear_op, lambda tensors, attrs: SimpleNamespace(fill=lambda names: fill))
+    for _ in range(3):
+        torch.testing.assert_close(found(), expected, rtol=2e-2, atol=1e-3)
+    assert shapes == 3 * ([(8, 64), (8, 64), (4, 64)] if width == 16 else [])
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
