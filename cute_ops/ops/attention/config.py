@@ -352,11 +352,13 @@ def decode_attention(own: mods.Own, problem: Problem) -> DecodeConfig:
 def _box(problem: Problem, tiles_m: int, tile: int) -> int:
     """Keys of a tile of so many that TMA loads at once, all or those of one page; 0 where it loads none.
 
-    Two tiles of queries of float8 take 1.05 of the time by TMA: they wait for products, not for copies.
+    Two tiles of queries of float8 take 1.05 of the time by TMA: they wait for products, not for copies. In 16 bits they
+    leave an SM with one CTA, which short parts of keys do not fill (64 x 8192 in parts of 512: 809 us, else 656).
     """
     dims, itemsize = problem.dims, ITEMSIZE[problem.dtypes["k_cache"]]
     keys = math.gcd(dims["c"], tile) if "page_table" in problem.dtypes else tile
-    fits = (tiles_m == 1 or itemsize == 2) and all(dims[name] * itemsize % BOX_BYTES == 0 for name in "de")
+    fits = tiles_m == 1 or (itemsize == 2 and not problem.attrs["batch_invariant"])
+    fits = fits and all(dims[name] * itemsize % BOX_BYTES == 0 for name in "de")
     return keys if fits and keys >= MMA_ROWS and sm(problem.arch) == HOPPER else 0
 
 

@@ -112,9 +112,13 @@ DEAR, REGISTER_THREADS = 3, 1024
 # Without idle threads longer rows have two as well: the gradient of 15287 x 2560 runs at 0.89 of a copy's rate, by
 # three vectors in four warps, of which some have none, at 0.72.
 DEEP_KEPT, DEEP_THREADS, DEEP_CLUSTER_THREADS, DEEP_PAIRS, DEEP_EVEN_PAIRS = 64, 512, 576, 256, 320
-# Two tiles of which only numbers are stored, longer than CTA_VECTORS: (vectors of a thread, CTAs of an SM) in one CTA.
-# Soft cross entropies of 5331 x 9216 run at 0.96 of a copy's rate, in clusters of two at 0.67; of 12288 at 0.89, 0.72.
-NUMBERS_OF_TWO: Ladder[tuple[int, int]] = ((1152, (3, 3)), (1536, (4, 2)))
+# Two tiles of which only numbers are stored, longer than CTA_VECTORS: up to NUMBERS_ROW in registers of one CTA, longer
+# or unaligned ones in shared memory of up to two, NUMBERS_SPAN vectors each. Soft cross entropies of 9216 classes run
+# at 0.98 of a copy's rate, by clusters of two at 0.68, of 10240 to 16384 at 0.97 - 1.00, 0.61 - 0.79, of 32000 at 0.84,
+# 0.58. Gradients of unaligned ones of more than RING_OF_TWO vectors: those of 5003 to 8190 classes run at 0.88 - 0.91
+# by NUMBERS_THREADS, in registers at 0.79 - 0.90.
+NUMBERS_ROW, NUMBERS_SPAN, NUMBERS_THREADS, NUMBERS_RESIDENT = 1152, 2048, 256, 4
+RING_OF_TWO, RING_OF_TWO_RESIDENT = 600, 5
 # Of unaligned rows of which DEEP_RING_THREADS in each of more than DEEP_RING_CTAS store numbers only, all spill: then
 # the row is in shared memory, for DEEP_RING_RESIDENT CTAs of an SM. A divergence of 1062 x 124874 runs at 0.37 of a
 # copy's rate, in registers at 0.16.
@@ -224,10 +228,8 @@ class RowExpression(NamedTuple):
             wide = "float32" in problem.dtypes.values()  # row vectors, which take registers
             resident = max((WIDE_UNREDUCED_THREADS if wide else UNREDUCED_THREADS) // share, 1)
             return self._config("one_pass", share, share, cluster, resident, align_vectors=row.align_vectors)
-        if self._numbers_of_two(row):
-            per_thread, resident = step(NUMBERS_OF_TWO, row.vectors)
-            share = threads_for(row.vectors, per_thread)
-            return self._config("one_pass", share, share, 1, resident, align_vectors=row.align_vectors)
+        if found := self._numbers_of_two(row):
+            return found
         costs = self.special >= DEAR or (self.special and self.read > 1)
         if costs and row.touched <= cluster * CTA_VECTORS:
             return self._in_clusters(row, cluster)
@@ -261,10 +263,20 @@ class RowExpression(NamedTuple):
         plain = not (stages(self.expression) or self.special or self.packed)
         return plain and row.itemsize == 2 and self.read <= 2 and cluster <= MOST_UNREDUCED_CLUSTER
 
-    def _numbers_of_two(self, row: RowProblem) -> bool:
-        """Whether one CTA holds longer aligned rows of two tiles of which only numbers are stored."""
-        fits = row.aligned and row.itemsize == 2 and row.vectors <= NUMBERS_OF_TWO[-1][0]
-        return fits and self.read == 2 and {*self.texts.kinds} == {"c"} and 0 < self.special < DEAR
+    def _numbers_of_two(self, row: RowProblem) -> FusedRowConfig | None:
+        """Longer rows of two tiles of 16 bits of which only numbers are stored, by up to two CTAs; None of others."""
+        plain = row.itemsize == self.read == 2 and {*self.texts.kinds} == {"c"} and 0 < self.special < DEAR
+        if plain and row.aligned and row.vectors <= NUMBERS_ROW:
+            share = threads_for(row.vectors, 3)
+            return self._config("one_pass", share, share, resident=3, align_vectors=row.align_vectors)
+        cluster = min(cluster_for(row.touched, NUMBERS_SPAN, row.max_cluster), 2)
+        span = -(-row.touched // cluster)
+        threads, align = NUMBERS_THREADS, row.align_vectors
+        slot = threads * -(-span // threads) * VECTOR_BYTES * 2
+        resident = min((row.ring_bytes - RESERVED_BYTES) // slot, NUMBERS_RESIDENT)
+        if not plain or span > NUMBERS_SPAN or not resident:
+            return None
+        return self._config("ring", threads, threads, cluster, resident, align_vectors=align)
 
     def _short_pair(self, row: RowProblem) -> bool:
         """Whether few threads hold a row of two tiles: see :data:`SHORT_PAIR_THREADS`."""
@@ -511,6 +523,9 @@ class RowExpression(NamedTuple):
     def _unaligned(self, row: RowProblem) -> FusedRowConfig:
         dear, several = self.special >= DEAR, self.read > 1
         two = bool(several and self.special and self.texts.kinds.count("t") > 1)
+        if self._two_in_ring(row):
+            threads, align = NUMBERS_THREADS, row.align_vectors
+            return self._config("ring", threads, threads, 1, RING_OF_TWO_RESIDENT, align_vectors=align)
         if not stages(self.expression) and 4 * WARP < row.touched <= 8 * WARP:
             per_thread, most = UNALIGNED_ALONE
             share = threads_for(row.touched, per_thread + two)
@@ -527,6 +542,11 @@ class RowExpression(NamedTuple):
         few = (dear and not several) or -(-row.touched // share) * row.vector_elements <= MOST_KEPT
         keep = few and not (self.late or two or (self.deep and not self.depth))
         return self._config("one_pass", threads, share, 1, resident, align_vectors=row.align_vectors, keep=keep)
+
+    def _two_in_ring(self, row: RowProblem) -> bool:
+        """Whether two outputs with columns wait for what is reduced of two tiles of 16 bits, in longer rows."""
+        two = self.read > 1 and self.special and self.texts.kinds.count("t") > 1
+        return bool(two and self.depth and row.itemsize == 2 and row.vectors > RING_OF_TWO)
 
     def _vectors_of_unaligned(self, row: RowProblem) -> tuple[int, int]:
         """The least and the most vectors that a thread has of an unaligned row."""
