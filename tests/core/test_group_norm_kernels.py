@@ -104,7 +104,8 @@ def test_examples_of_any_sizes_fit_a_cta() -> None:
                 kernel = getattr(module, variant.kernel.partition(":")[2])(variant)
                 held = itemsize + 4 if kernel.config.keep else itemsize * inputs
                 vectors = kernel.vec * kernel.threads * kernel.per_thread * held
-                sums = 4 * kernel.width * (kernel.depth + 2 * kernel.helpers) + 8 * kernel.width * (inputs > 1)
+                sums = 4 * kernel.of_width * (kernel.depth * kernel.together + 2 * kernel.helpers)
+                sums += 8 * kernel.of_block * (kernel.cluster + 1) + 8 * kernel.width * (inputs > 1)
                 taken = sums + vectors * (kernel.config.form == "smem")
                 assert kernel.threads <= MAX_THREADS, (variant.config, sizes, arch)
                 assert taken <= ARCHES[arch].shared_per_cta, (variant.config, sizes, arch)

@@ -32,9 +32,11 @@ SECTOR_BYTES = 32
 # Where a forward's pieces of a position are shorter than a line, or its CTAs have less than SMALL_LAST_BYTES, each
 # piece counts PIECE_BYTES more: 592 x 1024 x 256 takes 0.86 of a copy's rate by pieces of 256 bytes, 0.70 by those of
 # 32, and 4141 x 64 x 320 by whole positions 0.89 in place of 0.77. Threads of a CTA, and of an SM, where pieces are
-# whole lines.
-LINE_BYTES, SMALL_LAST_BYTES, PIECE_BYTES = 128, 16_000, 6
+# whole lines, and one line each: 66 x 4096 x 256 takes 0.86 by three CTAs, by two of twice as many threads 0.81;
+# 516 x 1024 x 128 0.87, by pieces of two lines 0.72.
+LINE_BYTES, SMALL_LAST_BYTES, PIECE_BYTES = 128, 16_000, 4
 LINE_THREADS, LINE_SM_THREADS = 512, 1024
+ONE_LINE_THREADS, ONE_LINE_SM_THREADS = 256, 768
 # Elements of a CTA that reads twice, where a cluster can share more, and CTAs of the largest of these.
 PASSES, MOST_PASSES = 1 << 14, 8
 
@@ -130,9 +132,18 @@ def examples(problem: Problem) -> GroupConfig:
         wanted = -(-span * across // (LAST_VECTORS * WARP)) * WARP
         lines = form == "smem" and len(inputs) == 1 and width * itemsize % LINE_BYTES == 0
         most, of_sm = (LINE_THREADS, LINE_SM_THREADS) if lines else (LAST_THREADS, LAST_SM_THREADS)
+        if lines and width * itemsize == LINE_BYTES:
+            most, of_sm = ONE_LINE_THREADS, ONE_LINE_SM_THREADS
         threads = _threads(across, min(max(wanted, WARP), most))
         slot = -(-span // (threads // across)) * threads * vec * each
-        taken = slot + 4 * threads * vec + 16 * max(threads, width)
+        if len(inputs) == 1:
+            # What groups share of a vector is added up, two sums at once where that are several channels.
+            part, blocks = math.gcd(vec, channels // groups), -(-width * groups // channels)
+            taken = (
+                slot + 4 * threads * (vec // part) * min(part, 2) + 8 * (max(threads, width) + blocks * (cluster + 1))
+            )
+        else:
+            taken = slot + 4 * threads * vec + 16 * max(threads, width)
         resident = max(min(of_sm // threads, room // taken, limits.ctas), 1)
         return GroupConfig(form, threads, cluster, resident, width=width, vec=vec), taken
 
