@@ -263,14 +263,15 @@ def _forward(meaning: Meaning, state: Mapping[str, Any], types: Mapping[str, typ
     attrs, arguments = dict(meaning.attrs), dict(meaning.tensors)
     layers = {*arguments.values(), meaning.last} - {""}
     others = tuple((name, cls) for name, cls in types.items() if name and name not in layers)
-    checked = tuple((name.rpartition("."), value) for name, value in state.items())
+    places = ((name.rpartition("."), value) for name, value in state.items())
+    checked = tuple((owner, key, value) for (owner, _, key), value in places if owner not in layers)
 
     def same(self: nn.Module) -> bool:
-        for (owner, _, key), value in checked:
-            if getattr(self.get_submodule(owner) if owner else self, key) != value:
+        for owner, key, value in checked:
+            if getattr(_within(self, owner), key, None) != value:
                 return False
         for name, cls in others:
-            child = self.get_submodule(name)
+            child = _within(self, name)
             kind = type(child)
             if getattr(kind, "_cute_original", kind) is not cls or not calls(child, kind.forward):
                 return False
@@ -300,6 +301,14 @@ def _forward(meaning: Meaning, state: Mapping[str, Any], types: Mapping[str, typ
 
     vars(forward)["same"] = same
     return forward
+
+
+def _within(module: nn.Module, name: str) -> Any:
+    """The submodule of a name, or what else is in its place; None where there is nothing."""
+    found: Any = module
+    for part in name.split(".") if name else ():
+        found = getattr(found, part, None)
+    return found
 
 
 def _alike(x: torch.Tensor, *tensors: torch.Tensor) -> bool:

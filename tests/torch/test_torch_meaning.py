@@ -256,6 +256,27 @@ def test_what_changes_after_patching_is_computed_by_the_original() -> None:
     assert norm(hidden.double()).dtype == torch.float64
     mlp.nonlinearity.register_forward_hook(lambda module, args, out: out * 0)
     torch.testing.assert_close(mlp(hidden), torch.zeros_like(hidden))
+    del mlp.nonlinearity
+    mlp.nonlinearity = torch.tanh
+    torch.testing.assert_close(mlp(hidden), mlp.out(torch.tanh(mlp.one(hidden)) * mlp.two(hidden)))
+
+
+def test_layers_replaced_after_patching_need_no_attributes_of_linear_layers() -> None:
+    class Doubled(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * self.inner(x)
+
+    for packed in (False, True):
+        mlp = MLP(packed, nn.SiLU())
+        x = torch.randn(3, N)
+        want = 2 * mlp(x)
+        cute_ops_torch.patch(nn.Sequential(nn.Embedding(7, N), mlp))
+        mlp.out = Doubled(mlp.out)
+        torch.testing.assert_close(mlp(x), want)
 
 
 def test_a_forward_that_reads_a_config_is_left() -> None:
