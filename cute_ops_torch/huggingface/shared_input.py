@@ -23,6 +23,7 @@ from cute_ops_torch.huggingface.bypass import is_exporting, is_plain, is_plain_l
 from cute_ops_torch.huggingface.match import Forward, Replacement, innermost
 from cute_ops_torch.huggingface.source import Parameters, definition
 from cute_ops_torch.library.no_gradient import once
+from cute_ops_torch.library.tensors import row_major
 
 Tensor = torch.Tensor
 
@@ -127,8 +128,8 @@ class _Projections(torch.autograd.Function):
             given.append((dout, weight))
             if needs[i] and rows is not None:
                 dweights[i] = products.weight_gradient(dout, rows)
-            if needs[half + i]:
-                dbiases[i] = _sum_of_rows()(dout, parameters[half + i])
+            if needs[half + i]:  # that of one sequence's keys may lie by columns
+                dbiases[i] = _sum_of_rows()(row_major(dout), parameters[half + i])
         dx = products.input_gradients(*zip(*given, strict=True)).view(ctx.shape) if needs_dx and given else None
         return dx, *dweights, *dbiases
 

@@ -116,6 +116,23 @@ def test_names_that_a_forward_assigns_again_are_not_trusted() -> None:
         torch.testing.assert_close(ours(module, x, other, flag), module(x, other, flag))
 
 
+@pytest.mark.parametrize("family", ["bert", "gpt_oss"])
+def test_gradients_of_one_sequence_may_lie_by_columns(family: str) -> None:
+    """Scores of eager attention are products of transposed keys."""
+    model = without_dropout(make(family))
+    model.set_attn_implementation("eager")
+    ids = torch.arange(1, 8)[None]
+
+    def gradients() -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    want = gradients()
+    cute_ops_torch.patch(model)
+    torch.testing.assert_close(gradients(), want, rtol=1e-4, atol=1e-5)
+
+
 def test_a_graph_copies_no_sum_of_products() -> None:
     """If an input's gradient is a sum of products, a graph adds each product in place."""
     from functorch.compile import make_boxed_func
