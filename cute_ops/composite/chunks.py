@@ -114,6 +114,7 @@ class Chunks(Protocol):
     A framework's class is made from arrays by name: the layer's hidden, weight and bias, other arrays with rows, and
     those of a second head with as many classes, whose names begin with a word such as ``teacher_``; from the attributes
     ``accum_dtype`` and ``chunk_rows``; and from the wanted gradients, ``dhidden``, ``dweight`` or ``dbias``.
+    ``by`` says what may replace chunks of ``rows`` if that takes less memory: blocks of ``classes`` or two ``halves``.
     """
 
     inputs: Mapping[str, Any]

@@ -138,7 +138,7 @@ def _rows(
 
 def _rows_bwd(wanted: Collection[str], xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
     """The gradients for a cotangent of each row's loss, from logits that are computed again."""
-    chunks: Chunks = xp.by_classes(xp.chunks(_flat(inputs), attrs, wanted, call=call))
+    chunks: Chunks = xp.chunks(_flat(inputs), attrs, wanted, call=call, by="classes")
 
     def body(sums: dict[str, Any], at: Any) -> dict[str, Any]:
         rows = {name: chunks.cut(name, at) for name in ("target", *_SAVED)}

@@ -79,7 +79,7 @@ def _weighted(xp: Any, weight: Any, loss: Any) -> Any:
 def _step(wanted: Collection[str], xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
     """The loss of :func:`_total` with its gradients."""
     flat = _flat(inputs)
-    chunks: Chunks = xp.in_halves(xp.chunks(flat, attrs, wanted))
+    chunks: Chunks = xp.chunks(flat, attrs, wanted, by="halves")
     op, rows = (divergence_step, ("soft",)) if flat["hard"] is None else (distillation_step, _ROWS[:3])
 
     def body(state: tuple[Any, dict[str, Any]], at: Any) -> tuple[Any, dict[str, Any]]:

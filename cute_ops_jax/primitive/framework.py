@@ -22,13 +22,6 @@ where = jnp.where
 broadcast_to = jnp.broadcast_to
 chunks = Chunks
 
-
-def by_classes(made: Chunks) -> Chunks:
-    """The chunks of rows, since a loop over blocks of classes would carry the weight's gradient as well."""
-    return made
-
-
-in_halves = by_classes  # likewise
 shared = False
 
 

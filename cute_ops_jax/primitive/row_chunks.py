@@ -28,11 +28,13 @@ class Chunks:
         attrs: ``accum_dtype`` and ``chunk_rows``, 0 where the heuristic chooses.
         wanted: the gradients to sum up.
         share: means nothing here: XLA places arrays.
+        by: nor does this: a loop over blocks of classes would carry the weight's gradient as well.
     """
 
     def __init__(
-        self, inputs: Arrays, attrs: Mapping[str, Any], wanted: Collection[str], share: bool = False, call: Any = None
-    ) -> None:  # products are XLA's
+        self, inputs: Arrays, attrs: Mapping[str, Any], wanted: Collection[str], share: bool = False,
+        call: Any = None, by: str = "rows",
+    ) -> None:  # fmt: skip  # products are XLA's
         self.inputs, self.attrs, self.wanted = inputs, attrs, wanted
         self.hidden, self.weight, self.bias = inputs["hidden"], inputs["weight"], inputs["bias"]
         # In an exported program. Rows are then gathered and scattered, since it is not known that a chunk's fit.

@@ -23,9 +23,15 @@ from cute_ops_torch.library.tensors import DTYPES, array
 Tensor = torch.Tensor
 where = torch.where
 broadcast_to = torch.broadcast_to
-chunks = Chunks
-by_classes, in_halves = class_blocks.by_classes, row_halves.in_halves
+_FORMS: Mapping[str, Callable[[Chunks], Chunks]] = {
+    "rows": lambda made: made, "classes": class_blocks.by_classes, "halves": row_halves.in_halves,
+}  # fmt: skip
 shared = False
+
+
+def chunks(*given: Any, by: str = "rows", **named: Any) -> Chunks:
+    """A call's chunks, or what takes less memory of that which ``by`` names: ``rows``, ``classes`` or ``halves``."""
+    return _FORMS[by](Chunks(*given, **named))
 
 
 def ones(shape: tuple[int, ...], like: Tensor) -> Tensor:
