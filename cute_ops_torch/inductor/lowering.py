@@ -82,6 +82,7 @@ def leave_to_torch(overload: Any, op: Op | None = None) -> None:
     lowering.make_fallback(overload, lowering.constrain_to_fake_tensors, warn=False)
     if op is None:
         return
+    _mark_caches(op)
     called = lowering.lowerings[overload]
 
     @lowering.register_lowering(overload, type_promotion_kind=None)
@@ -140,7 +141,7 @@ def _fused_by_inductor(op: Op, overload: Any, args: Sequence[Any], device: torch
 
 def _mark_caches(op: Op) -> None:
     """Keep torch from using graphs that it compiled with another state of this package or of an op's declaration."""
-    declared = cache_key.of_op(op)
+    declared = "" if op.program else cache_key.of_op(op)  # code calls a program through torch, which finds it by name
     for tag in (f"cute_ops {cache_key.package()[:32]}", f"{op.name} {declared[:32]}" if declared else ""):
         if tag not in config.cache_key_tag:
             config.cache_key_tag = f"{config.cache_key_tag} {tag}".strip()

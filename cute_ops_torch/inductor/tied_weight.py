@@ -60,8 +60,10 @@ def _terms(match: Match) -> tuple[Any, Node]:
 
 
 def _is_short(match: Match) -> bool:
-    """Whether the sum is one of two arrays that are alike, and has few tokens."""
+    """Whether the sum is one of two arrays that are alike, without a factor (``alpha``), and has few tokens."""
     total, added = map(example, _terms(match))
+    if match.output_node().kwargs:
+        return False
     if not isinstance(total, torch.Tensor) or not total.is_contiguous():
         return False
     alike = (total.dtype, total.device, total.shape) == (added.dtype, added.device, added.shape)

@@ -194,6 +194,19 @@ def test_a_graph_with_a_tied_head(device: str) -> None:
     assert seen == [0, 1, 0, 0]
 
 
+def test_a_graph_that_adds_a_multiple() -> None:
+    """No sum of two gradients; and cached code of another version of this package is not taken."""
+    import cute_ops_torch.inductor.cache_key
+
+    def total(index: torch.Tensor, dout: torch.Tensor, weight: torch.Tensor) -> list[torch.Tensor]:
+        gradient, other = (torch.ops.cute.embedding_bwd(index + k, weight, dout) for k in range(2))
+        return [torch.add(weight, gradient, alpha=2), torch.add(other, weight, alpha=0.5)]
+
+    given = torch.tensor([1, 5, 1]), torch.randn(3, 16), torch.randn(200, 16)
+    torch.testing.assert_close(torch.compile(total)(*given), total(*given))
+    assert cute_ops_torch.inductor.cache_key.package()[:32] in torch.compiler.config.cache_key_tag
+
+
 def test_arguments_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     module, checked = import_module("cute_ops_torch.host.launch"), []
     check = module.bind_tensors
