@@ -104,13 +104,16 @@ def test_a_nan_reaches_all_gradients_of_its_group() -> None:
     assert np.isnan(found[:, :16]).all() and (found[:, 16:] == 1 / 16 * 16).all()
 
 
-@pytest.mark.parametrize("n", [7, 97, 1031])
-def test_the_predicted_class_of_rows_of_infinities(n: int) -> None:
-    """It is the first of the largest logits, also where elements before the row in its vector are no smaller."""
+@pytest.mark.parametrize(("n", "layout"), [(7, "compact"), (97, "compact"), (1031, "compact"), (2, "spaced")])
+def test_the_predicted_class_of_rows_of_infinities(n: int, layout: str) -> None:
+    """It is the first of the largest logits, also where elements before the row in its vector, or those behind a row of
+    NaN, are no smaller.
+    """
     op = next(op for op in PARTS + MODELS if op.name == "cross_entropy_metrics")
-    call = kernel_calls.made(op, 9, n, "bfloat16", "compact", np.random.default_rng(n))
+    call = kernel_calls.made(op, 9, n, "bfloat16", layout, np.random.default_rng(n))
     logits = call.arrays["logits"]
     assert logits is not None
+    logits[6] = np.nan
     logits[:3], logits[3, : n // 2], logits[4, n - 1], logits[5, 2:4] = -np.inf, -np.inf, np.inf, np.inf
     with np.errstate(all="ignore"):
         got = dict(zip(op.results, kernel_calls.run(call), strict=True))

@@ -280,7 +280,8 @@ class Metrics(RowFunction):
     def _best(self, mLogits, key, row, results):
         """The column of the first of a row's largest logits."""
         *_, raw, column = results
-        best = Int32(cutlass.select_(column < NOWHERE, column, Float32(0.0)))
+        # Behind a row of NaN there may be columns that are -inf.
+        best = Int32(cutlass.select_(column < Float32(mLogits.shape[-1]), column, Float32(0.0)))
         return place_of(mLogits, key, row, best, raw, self.vec) if const_expr(self.by_vector) else best
 
 
