@@ -86,10 +86,13 @@ def rewrap(forward: Any, function: Forward) -> Forward:
 
 
 def rebind(function: Any, **names: Forward) -> Forward:
-    """A copy of a function that finds these functions under these global names."""
+    """A copy of a function that finds these functions under these global names.
+
+    Its code is its own: Dynamo keeps what it compiled by code, and looks for it among the globals it compiled with.
+    """
     # Leave out `__name__`: Dynamo would look names up in the module of that name.
     scope = {k: v for k, v in function.__globals__.items() if k != "__name__"} | names
-    return _copy(function, function.__code__, scope, function.__closure__)
+    return with_own_code(_copy(function, function.__code__, scope, function.__closure__))
 
 
 @cache

@@ -17,6 +17,7 @@ import cute_ops_torch
 from cute_ops_torch.host import compiled_call, recorded
 from cute_ops_torch.huggingface import loss, traced
 from cute_ops_torch.huggingface.masks import without_computing
+from cute_ops_torch.huggingface.match import rebind
 from cute_ops_torch.library import reference
 
 transformers = pytest.importorskip("transformers")
@@ -344,3 +345,22 @@ def test_layers_between_breaks_of_a_graph_are_compiled_once(calls: Counter[str])
     for _ in range(2):
         assert compiled() == plain and calls["layernorm"] == 3 and not calls["add_layernorm"]
         model(x)  # learns which norms read a layer's output
+
+
+def _doubled(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+
+def _broken(x: torch.Tensor) -> torch.Tensor:
+    y = _doubled(x)
+    torch._dynamo.graph_break()
+    return _doubled(y).sin()
+
+
+def test_a_copy_with_other_functions_shares_no_compiled_code() -> None:
+    """Dynamo ends a graph at a hook, as ``enable_input_require_grads`` makes, and names the rest among globals."""
+    x, copy = torch.randn(3), rebind(_broken, _doubled=torch.cos)
+    torch.compiler.reset()
+    for function in (_broken, copy, _broken):
+        compiled = torch.compile(lambda x, function=function: function(x) + 1, backend="eager")
+        torch.testing.assert_close(compiled(x), function(x) + 1)
