@@ -90,6 +90,30 @@ def step_table(rows: list[Row]) -> str:
     return markdown(["Llama-shaped training step", "tokens/s", "ms", "peak GB", "first loss"], cells)
 
 
+def floor_table(rows: list[Row]) -> str:
+    """Loops and contenders beside Liger in the same run, then the ways of each part."""
+    liger = {r["commit"]: float(r["ms"]) for r in rows if r["contender"] == "Liger"}
+    steps = [r for r in rows if r["part"] == "step"]
+    cells = (
+        [
+            r["contender"],
+            r["commit"],
+            r["ms"],
+            r["watts"],
+            r["mhz"],
+            r["joules"],
+            f"{liger[r['commit']] / float(r['ms']):.3f}",
+        ]
+        for r in steps
+    )
+    whole = markdown(["loop or contender", "commit", "ms", "W", "MHz", "J a step", "x Liger"], cells)
+    parts = [r for r in rows if r["part"] != "step"]
+    ways = unique(r["contender"] for r in parts)
+    ms = {(r["part"], r["contender"]): f"{r['ms']} ({r['tflops']})" if r["tflops"] else r["ms"] for r in parts}
+    lines = ([part, *(ms.get((part, way), "") for way in ways)] for part in unique(r["part"] for r in parts))
+    return f"{whole}\n\n{markdown(['all of a step, ms (TFLOPS)', *ways], lines)}"
+
+
 def fusion_table(rows: list[Row]) -> str:
     by_graph: dict[str, dict[str, str]] = {}
     for r in rows:
@@ -122,6 +146,7 @@ def section(folder: Path) -> str:
         ("device_time", "Device time", device_table),
         ("expressions", "Expressions", expression_table),
         ("llama_step", "Training step", step_table),
+        ("llama_floor", "Floor of the training step", floor_table),
         ("optax_decoder", "Training step in JAX", optax),
         ("linear_cross_entropy", "Loss of a linear head", head),
         ("head_losses", "Preferences and distillation on a linear head", head_kinds),

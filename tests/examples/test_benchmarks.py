@@ -29,6 +29,7 @@ import in_pages
 import jax_program
 import linear
 import linear_cross_entropy
+import llama_floor
 import llama_step
 import machine_code
 import model_steps
@@ -106,6 +107,25 @@ def test_training_steps_in_turns(tmp_path: Path) -> None:
     assert row["contender"] == "eager"
     assert float(row["tokens_per_s"]) > 0
     assert float(row["loss_first"]) > float(row["loss_last"])  # six steps on the same tokens
+
+
+@pytest.mark.drawn(0.4, among="benchmarks")
+@pytest.mark.slow
+def test_floor_of_a_training_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The products are the step's own: they make the gradients that it left."""
+    monkeypatch.setattr(llama_floor, "HOT_STEPS", 2)
+    sizes = ["--batch", "1", "--seqlen", "33", "--steps", "1", "--rounds", "1"]
+    assert llama_floor.main(["--cpu-smoke", "--out", str(tmp_path), *sizes, "--contenders"]) == 0
+    rows = common.read(tmp_path / "llama_floor.csv")
+    assert [row["contender"] for row in rows if row["part"] == "step"] == list(llama_floor.LOOPS)
+    floor = llama_floor.Floor(1, 33, small=True)
+    loops = [floor.loop(kind) for kind in llama_floor.LOOPS]
+    assert len(loops[0].calls) == len(loops[1].calls) - 2 * 2 == 2 * 4 * 3 + 4 * 3
+    weights = dict(floor.trainer.run.named_parameters())
+    torch.testing.assert_close(floor.sum.bfloat16(), weights["lm_head.weight"].grad)
+    for k in range(2):
+        grads = [weights[f"model.layers.{k}.mlp.{each}_proj.weight"].grad for each in ("gate", "up")]
+        torch.testing.assert_close(floor.out["gate_up dw", k], torch.cat([g for g in grads if g is not None]))
 
 
 @pytest.mark.drawn(0.4, among="benchmarks")
