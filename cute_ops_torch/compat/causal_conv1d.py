@@ -117,7 +117,9 @@ def causal_conv1d_update(
         raise ValueError(f"causal_conv1d_update: conv_state holds {length} inputs, fewer than width - 1 = {taps}.")
     with torch.no_grad():
         if conv_state_indices is not None:
-            held = conv_state.index_select(0, conv_state_indices.clamp(min=0))
+            # Without a state there is padding alone.
+            states = conv_state if conv_state.shape[0] else conv_state.new_zeros(1, *conv_state.shape[1:])
+            held = states.index_select(0, conv_state_indices.clamp(min=0))
         if cache_seqlens is None:
             before = held[..., length - taps :]
             after = torch.cat((held, x.to(held.dtype)), -1)[..., new:]
@@ -138,7 +140,7 @@ def _write_states(states: Tensor, indices: Tensor, held: Tensor, after: Tensor) 
     """Put new states where the indices say, none for padding: padding writes what the first other one does, since how
     many there are is not known without waiting for the GPU.
     """
-    if indices.shape[0]:
+    if indices.shape[0] and states.shape[0]:
         counts = indices >= 0
         rows = torch.arange(indices.shape[0], device=indices.device).where(counts, counts.int().argmax())
         written = after.where(counts.any(), held)  # of padding alone state 0 stays

@@ -120,7 +120,8 @@ def reads_more(module: nn.Module) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    return isinstance(value, _PLAIN) or _is_shape(value)
+    # NumPy's float64 is a float, yet a tensor in a graph.
+    return (isinstance(value, _PLAIN) and type(value).__module__ != "numpy") or _is_shape(value)
 
 
 def _is_shape(value: Any) -> bool:

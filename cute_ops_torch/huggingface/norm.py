@@ -84,18 +84,27 @@ def _fits(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def _is_layernorm(module: nn.Module, model: nn.Module) -> bool:
-    return type(module) is nn.LayerNorm and len(module.normalized_shape) == 1
+    return type(module) is nn.LayerNorm and len(module.normalized_shape) == 1 and _is_number(module.eps)
+
+
+def _is_number(eps: Any) -> bool:
+    """Whether ``eps`` is a number of Python: tensors and NumPy's scalars are tensors in a graph, which ops refuse."""
+    return type(eps) in (float, int)
 
 
 REPLACEMENTS = (
     by_source(
-        "rmsnorm", LLAMA, llama_rmsnorm, norm=lambda norm: Norm("rmsnorm", norm.weight, None, norm.variance_epsilon)
+        "rmsnorm",
+        LLAMA,
+        llama_rmsnorm,
+        also=lambda norm: _is_number(norm.variance_epsilon),
+        norm=lambda norm: Norm("rmsnorm", norm.weight, None, norm.variance_epsilon),
     ),
     by_source(
         "rmsnorm",
         _GEMMA,
         _gemma_rmsnorm,
-        also=lambda norm: source_digest(type(norm)._norm) == _GEMMA_INNER,
+        also=lambda norm: source_digest(type(norm)._norm) == _GEMMA_INNER and _is_number(norm.eps),
         norm=lambda norm: Norm("rmsnorm", norm.weight, None, norm.eps, 1.0),
     ),
     Replacement(

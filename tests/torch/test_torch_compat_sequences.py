@@ -261,6 +261,8 @@ def test_updates_of_a_convolution(ring: bool, chosen: bool) -> None:
     assert torch.equal(mine, newest.roll(11, -1) if ring else newest)  # in a ring input i is at i % 6
     others = sorted({*range(5)} - ({3, 1} if chosen else {0, 1}))
     assert not state[others].any()
+    padding, given = torch.tensor([-1, -1]), torch.tensor([3, 4]) if ring else None
+    assert not causal_conv1d.causal_conv1d_update(x[..., 0], state[:0], weight, bias, "silu", given, padding).any()
 
 
 def test_states_of_packed_sequences() -> None:

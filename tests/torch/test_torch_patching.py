@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -361,6 +362,16 @@ def test_nested_tensors_are_left_to_torch(make: Any) -> None:
     cute_ops_torch.patch(model)
     for found, expected in zip(model(nested).unbind(), want.unbind(), strict=True):
         torch.testing.assert_close(found, expected)
+
+
+def test_norms_whose_eps_a_graph_takes_for_a_tensor_are_left() -> None:
+    transformers = pytest.importorskip("transformers")
+    llama = transformers.models.llama.modeling_llama.LlamaRMSNorm
+    model = nn.Sequential(nn.LayerNorm(8), llama(8, np.float32(1e-5)), llama(8, np.float64(1e-5)), llama(8, 1e-5))
+    x = torch.randn(3, 8)
+    want = model(x)
+    assert [each.module for each in cute_ops_torch.patch(model)] == ["0", "3"]
+    torch.testing.assert_close(torch.compile(model, fullgraph=True, backend="eager")(x), want)
 
 
 def test_unknown_models_are_refused() -> None:
