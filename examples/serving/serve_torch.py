@@ -36,13 +36,14 @@ class Paged(NamedTuple):
 
 def attend(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: None, *, paged: Paged,
-    scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None, **_: Any,
+    scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None,
+    s_aux: torch.Tensor | None = None, **_: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """An attention function of transformers, whose arguments are (batch, heads, queries, headdim)."""
     k_cache, v_cache = paged.caches[module.layer_idx]
     q, k, v = (x.transpose(1, 2).to(k_cache.dtype) for x in (query, key, value))
     cute_ops_torch.append_kv(k_cache, v_cache, k, v, paged.slots)
-    window, options = sliding_window or 0, {"scale": scaling or 0.0, "softcap": softcap or 0.0}
+    window, options = sliding_window or 0, {"scale": scaling or 0.0, "softcap": softcap or 0.0, "sinks": s_aux}
     if q.shape[1] == 1:
         out, _ = cute_ops_torch.decode_attention(
             q, k_cache, v_cache, paged.lengths, paged.page_table, window=window, **options
@@ -79,7 +80,8 @@ def requests(count: int, vocabulary: int = 512) -> list[Request]:
 def server(model: Any, dtype: torch.dtype, compiled: bool = False) -> Callable[[Step], np.ndarray]:
     """A step of the model, with caches of this dtype."""
     config, device = model.config, model.device
-    shape = PAGES, PAGE_SIZE, config.num_key_value_heads, config.hidden_size // config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    shape = PAGES, PAGE_SIZE, config.num_key_value_heads, head_dim
     caches = [
         tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in range(2)) for _ in range(config.num_hidden_layers)
     ]
