@@ -215,8 +215,8 @@ def linear_distillation_loss(
         soft: weight of the divergence, likewise; with an array the student's logits are computed once for each.
         ignore_index: the target of tokens that do not count.
         chunk_rows: rows whose logits are held at a time; 0 chooses.
-        accum_dtype: as in :func:`linear_cross_entropy`, but in PyTorch None rounds the weight's gradient twice, once
-            for each half of the rows, where that takes less memory than its sum in float32.
+        accum_dtype: as in :func:`linear_cross_entropy`, but in PyTorch None rounds the weight's gradient twice,
+            once for each half of the rows, where that takes less memory than its sum in float32.
 
     Returns:
         A float32 scalar.
