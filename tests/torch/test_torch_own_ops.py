@@ -92,6 +92,12 @@ def test_what_is_kept_for_the_gradient_need_not_be_in_the_model() -> None:
     assert check(function, (op,), torch.randn(3, N), backend=through_autograd) == ["own_unit"]
 
 
+def test_ops_of_products_are_copied_with_inductors_config() -> None:
+    with inductor.enable(own=[Own(LINEAR, capped, product=("x", "weight"))]):
+        copied = torch._inductor.config.get_config_copy()
+    assert isinstance(copied["pre_grad_custom_pass"], inductor.graph_pass.Replace)
+
+
 @pytest.mark.slow
 def test_a_product_of_ones_own() -> None:
     x, w, b = torch.randn(2, 3, N), torch.randn(8, N), torch.randn(8)

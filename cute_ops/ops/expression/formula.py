@@ -277,6 +277,10 @@ class ByAttrs(Generic[Made]):
         """Its identity: the values that calls have made so far are no part of it."""
         return {"make": self.make}
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ByAttrs[Made]:
+        """Itself, as of any function: Inductor copies its config, in which ops are."""
+        return self
+
 
 def space_of(formula: Callable[[Problem], Formula]) -> Space:
     """The search space of the kernel of a call's formula."""
