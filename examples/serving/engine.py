@@ -65,11 +65,19 @@ class Engine:
     def __init__(
         self, model: Callable[[Step], np.ndarray], *, batch: int, pages: int, page_size: int, longest: int
     ) -> None:
-        self.model, self.size, self.table_width = model, page_size, -(-longest // page_size)
+        if min(batch, pages, page_size, longest) < 1:
+            raise ValueError(f"{batch=}, {pages=}, {page_size=} and {longest=} must be 1 or more")
+        self.model, self.size, self.longest = model, page_size, longest
         self.running: list[Request | None] = [None] * batch
         self.free, self.steps = list(range(pages)), 0
 
     def run(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            prompt, new = len(request.prompt), request.new_tokens
+            if min(prompt, new) < 1 or prompt + new > self.longest:
+                raise ValueError(
+                    f"a request has a prompt and new tokens, {self.longest} at most, got {prompt} and {new}"
+                )
         waiting = deque(requests)
         while waiting or any(self.running):
             self._admit(waiting)
@@ -93,7 +101,7 @@ class Engine:
         shape = len(self.running), queries
         tokens, positions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
         slots, lengths = np.full(shape, NOWHERE, np.int32), np.zeros(shape[0], np.int32)
-        table = np.full((shape[0], self.table_width), NOWHERE, np.int32)
+        table = np.full((shape[0], -(-self.longest // self.size)), NOWHERE, np.int32)
         for i, request in enumerate(self.running):
             if request is not None:
                 new = request.tokens[request.read : request.read + queries]

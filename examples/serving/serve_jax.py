@@ -87,10 +87,24 @@ class Decoder(nnx.Module):
         return self.lm_head(self.norm(x[:, -1])).argmax(-1), written
 
 
+def refuse_others(config: Any) -> None:
+    """A model that computes something else than :class:`Decoder` is an error, not other tokens."""
+    plain = {
+        "model_type": "llama", "hidden_act": "silu", "head_dim": config.hidden_size // config.num_attention_heads,
+        "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False,
+    }  # fmt: skip
+    other = {name: getattr(config, name, None) for name, value in plain.items() if getattr(config, name, None) != value}
+    if config.rope_parameters["rope_type"] != "default":
+        other["rope_parameters"] = config.rope_parameters
+    if other:
+        raise ValueError(f"the decoder is a Llama with {plain} and plain angles, got a model with {other}")
+
+
 def with_weights(model: Any) -> Decoder:
     """The decoder with the weights of a Hugging Face model."""
+    refuse_others(model.config)
     decoder = Decoder(model.config, nnx.Rngs(0))
-    weights = {name: jnp.asarray(x.detach().cpu().numpy()) for name, x in model.named_parameters()}
+    weights = {name: jnp.asarray(x.detach().float().cpu().numpy()) for name, x in model.named_parameters()}
     for name, weight in weights.items():
         *path, last, _ = name.removeprefix("model.").split(".")
         module: Any = decoder

@@ -40,6 +40,8 @@ def attend(
     s_aux: torch.Tensor | None = None, **_: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """An attention function of transformers, whose arguments are (batch, heads, queries, headdim)."""
+    if not getattr(module, "is_causal", True):
+        raise ValueError(f"{type(module).__name__} is not causal: its tokens cannot be served one after another")
     k_cache, v_cache = paged.caches[module.layer_idx]
     q, k, v = (x.transpose(1, 2).to(k_cache.dtype) for x in (query, key, value))
     cute_ops_torch.append_kv(k_cache, v_cache, k, v, paged.slots)
@@ -81,7 +83,8 @@ def server(model: Any, dtype: torch.dtype, compiled: bool = False) -> Callable[[
     """A step of the model, with caches of this dtype."""
     config, device = model.config, model.device
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    shape = PAGES, PAGE_SIZE, config.num_key_value_heads, head_dim
+    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    shape = PAGES, PAGE_SIZE, kv_heads, head_dim
     caches = [
         tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in range(2)) for _ in range(config.num_hidden_layers)
     ]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+transformers = pytest.importorskip("transformers")
 sys.path.append(str(Path(__file__).parents[2] / "examples" / "serving"))
 serve_torch = pytest.importorskip("serve_torch", reason="transformers is not installed", exc_type=ImportError)
 from engine import CHUNK, Engine, Request, Step  # noqa: E402 (its folder is known above)
@@ -66,3 +68,46 @@ def test_a_request_that_no_pool_holds_is_refused() -> None:
 
     with pytest.raises(ValueError, match="a request needs more than 2 pages"):
         Engine(model, batch=2, pages=2, page_size=4, longest=64).run([Request([1] * 4, 4), Request([1] * 9, 1)])
+
+
+@pytest.mark.parametrize(
+    ("request_", "text"),
+    [
+        (Request([], 2), "64 at most, got 0 and 2"),
+        (Request([1, 2], 0), "64 at most, got 2 and 0"),
+        (Request([1] * 63, 2), "64 at most, got 63 and 2"),
+    ],
+)
+def test_requests_that_no_engine_runs_are_refused(request_: Request, text: str) -> None:
+    def model(step: Step) -> np.ndarray:
+        raise AssertionError("nothing runs")
+
+    with pytest.raises(ValueError, match=text):
+        Engine(model, batch=2, pages=128, page_size=4, longest=64).run([Request([1], 1), request_])
+    with pytest.raises(ValueError, match="page_size=0"):
+        Engine(model, batch=2, pages=128, page_size=0, longest=64)
+
+
+@pytest.mark.parametrize(
+    ("kind", "other", "text"),
+    [
+        ("Qwen2Config", {}, "'model_type': 'qwen2'"),
+        ("LlamaConfig", {"tie_word_embeddings": True}, "{'tie_word_embeddings': True}"),
+        ("LlamaConfig", {"head_dim": 64}, "{'head_dim': 64}"),
+        ("LlamaConfig", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}, "'linear'"),
+    ],
+)
+def test_the_nnx_decoder_takes_no_other_model(kind: str, other: dict[str, Any], text: str) -> None:
+    serve_jax = pytest.importorskip("serve_jax", reason="flax is not installed", exc_type=ImportError)
+    config = getattr(transformers, kind)(hidden_size=128, num_attention_heads=4, **other)
+    with pytest.raises(ValueError, match=f"got a model with .*{text}"):
+        serve_jax.with_weights(SimpleNamespace(config=config))
+
+
+def test_attention_of_both_sides_is_refused() -> None:
+    config = transformers.BertConfig(
+        hidden_size=64, num_attention_heads=2, num_hidden_layers=1, intermediate_size=64, vocab_size=64
+    )
+    step = serve_torch.server(transformers.BertForMaskedLM(config).eval(), torch.float16)
+    with pytest.raises(ValueError, match="BertSelfAttention is not causal"):
+        Engine(step, batch=1, pages=4, page_size=4, longest=8).run([Request([1, 2], 1)])
