@@ -99,6 +99,8 @@ def server(model: Any, dtype: torch.dtype, compiled: bool = False) -> Callable[[
     @torch.no_grad()
     def step(given: Step) -> np.ndarray:
         model.set_attn_implementation(NAME)
+        if config._attn_implementation != NAME:
+            raise ValueError(f"{type(model).__name__} computes attention by itself, without these caches")
         return run(*(torch.from_numpy(x).to(device) for x in given)).cpu().numpy()
 
     return step

@@ -111,3 +111,10 @@ def test_attention_of_both_sides_is_refused() -> None:
     step = serve_torch.server(transformers.BertForMaskedLM(config).eval(), torch.float16)
     with pytest.raises(ValueError, match="BertSelfAttention is not causal"):
         Engine(step, batch=1, pages=4, page_size=4, longest=8).run([Request([1, 2], 1)])
+
+
+def test_attention_of_a_models_own_is_refused() -> None:
+    config = transformers.GPTJConfig(n_embd=64, n_head=2, n_layer=1, vocab_size=64, n_positions=8, rotary_dim=8)
+    step = serve_torch.server(transformers.GPTJForCausalLM(config).eval(), torch.float16)
+    with pytest.raises(ValueError, match="GPTJForCausalLM computes attention by itself"):
+        Engine(step, batch=1, pages=4, page_size=4, longest=8).run([Request([1, 2], 1)])
