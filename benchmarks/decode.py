@@ -247,6 +247,16 @@ def timed(run: Run, in_jax: bool = False) -> float:
     return (time.perf_counter() - start) * 1e6
 
 
+def in_turns(runs: dict[str, Run], rounds: int) -> dict[str, list[float]]:
+    """Samples of each, in turns whose order each round draws anew."""
+    samples: dict[str, list[float]] = {name: [] for name in runs}
+    draw = random.Random(0)
+    for _ in range(rounds):
+        for name in draw.sample([*runs], len(runs)):
+            samples[name].append(timed(runs[name], name == JAX))
+    return samples
+
+
 def measure(table: Table, view: View, shape: Shape, rounds: int, device: str) -> None:
     caches, runs, rows = Caches.of(shape, device), dict[str, Run](), dict[str, dict[str, Any]]()
     for name, make in contenders(shape, caches).items():
@@ -262,11 +272,7 @@ def measure(table: Table, view: View, shape: Shape, rounds: int, device: str) ->
     target = torch.empty_like(caches.k)
     runs["copy"] = lambda: target.copy_(caches.k)
     rows["copy"] = {"contender": "copy", **shape._asdict(), "status": "ok"}
-    samples: dict[str, list[float]] = {name: [] for name in runs}
-    draw = random.Random(0)
-    for _ in range(rounds):
-        for name in draw.sample([*runs], len(runs)):
-            samples[name].append(timed(runs[name], name == JAX))
+    samples = in_turns(runs, rounds)
     # A copy reads one of both caches and writes as much.
     moved = 2 * shape.batch * shape.keys * shape.kv_heads * shape.headdim * caches.k.itemsize
     rate = moved / spread(samples["copy"]).median
@@ -330,11 +336,7 @@ def measure_latent(table: Table, view: View, shape: Latent, rounds: int, device:
         except Exception as failure:  # a contender's failure is a result
             row["status"] = f"failed: {first_line(failure)}"
             runs.pop(name, None)
-    samples: dict[str, list[float]] = {name: [] for name in runs}
-    draw = random.Random(0)
-    for _ in range(rounds):
-        for name in draw.sample([*runs], len(runs)):
-            samples[name].append(timed(runs[name], name == JAX))
+    samples = in_turns(runs, rounds)
     moved = b * keys * (RANK + ROTATED) * 2
     for name, row in rows.items():
         if name in runs:

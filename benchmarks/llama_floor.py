@@ -46,6 +46,7 @@ from cute_ops.jit import cache
 from cute_ops.ops.gemm.linear import linear as product
 from cute_ops.ops.gemm.linear import linear_dweight, linear_dx
 from cute_ops_torch import attention
+from cute_ops_torch.library.row_chunks import add_product
 from cute_ops_torch.library.tensors import bind_tensors
 
 COLUMNS = (
@@ -131,7 +132,7 @@ class Floor:
             part, pair, (rows, columns) = group + end, [first, second], linear.matrices(op, first, second)
             self.flops[part] += 2 * rows.numel() * columns.shape[1]
             if part == "head dw":
-                self.ways[part][CUBLAS].append(partial(self.add_up, k, *pair))
+                self.ways[part][CUBLAS].append(partial(add_product, self.sum, k == 0, dy.T, x))
                 continue
             out = self.out[part, k] = x.new_empty(rows.shape[0], columns.shape[1])
             self.ways[part][CUBLAS].append(partial(linear.matrix_product, op, first, second, out))
@@ -151,15 +152,6 @@ class Floor:
         if wrong := linear.difference(out[:64], torch.mm(first[:64], second)):
             raise ValueError(wrong)
         return call
-
-    def add_up(self, k: int, dy: torch.Tensor, x: torch.Tensor) -> None:
-        """The head's gradient, in float32 over its chunks."""
-        if not dy.is_cuda:
-            torch.addmm(self.sum, dy.T.float(), x.float(), beta=min(k, 1), out=self.sum)
-        elif k:
-            torch.addmm(self.sum, dy.T, x, out_dtype=torch.float32, out=self.sum)
-        else:
-            torch.mm(dy.T, x, out_dtype=torch.float32, out=self.sum)
 
     def attend(self, way: str, layer: int) -> None:
         q, k, v = self.attended[layer][:3]

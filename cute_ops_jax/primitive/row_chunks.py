@@ -28,7 +28,7 @@ class Chunks:
         attrs: ``accum_dtype`` and ``chunk_rows``, 0 where the heuristic chooses.
         wanted: the gradients to sum up.
         share: means nothing here: XLA places arrays.
-        by: nor does this: a loop over blocks of classes would carry the weight's gradient as well.
+        by: chunks are always of rows: a loop over blocks of classes would carry the weight's gradient as well.
     """
 
     def __init__(

@@ -22,20 +22,19 @@ def in_halves(made: Chunks) -> Chunks:
     logits with their gradient.
     """
     width = made.hidden.shape[1] if "dhidden" in made.wanted else 0
-    half, step, fits = chunks.plan_half(made.hidden.shape[0], width, made.pitch)
+    plan = half, step, fits = chunks.plan_half(made.hidden.shape[0], width, made.pitch)
     others = (half if fits else half + step) * made.pitch
     chooses = made.chooses and made.accum == chunks.AUTO and len(made.slices) > 1
-    return RowHalves(made) if chooses and others < 2 * made.weight.numel() else made
+    return RowHalves(made, plan) if chooses and others < 2 * made.weight.numel() else made
 
 
 class RowHalves(Chunks):
-    """The halves of a call, from the chunks whose place they take."""
+    """The halves of a call, from the chunks whose place they take, and what :func:`chunks.plan_half` gives of them."""
 
-    def __init__(self, made: Chunks) -> None:
+    def __init__(self, made: Chunks, plan: tuple[int, int, bool]) -> None:
         vars(self).update(vars(made))
-        (rows, width), tile = self.hidden.shape, chunks.TILE
-        half, step, self._fits = chunks.plan_half(rows, width if "dhidden" in self.wanted else 0, self.pitch)
-        self._halves = slice(0, half), slice(half, rows)
+        (half, step, self._fits), tile = plan, chunks.TILE
+        self._halves = slice(0, half), slice(half, self.hidden.shape[0])
         fitting = self.weight.numel() // self.pitch
         self._steps = fitting // tile * tile or fitting, step
         self._held = self.hidden.new_empty(half, self.pitch)
