@@ -11,7 +11,7 @@ contenders of llama_step.py, which have processes of their own:
 
 Rows of `part` step are those turns: watts and MHz are NVML's of a whole turn, joules those of a step. The others are
 the parts, hot. Where all draw the watts of the power limit, time is energy, and neither fusing nor launching better
-makes a step faster than the last loop.
+makes a step faster than the last loop. The contenders' rows of ``llama_step.csv``, of the same turns, are written, too.
 
 python benchmarks/llama_floor.py --out out/benchmarks
 """
@@ -27,11 +27,13 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import linear
+import llama_step
 import torch
 import torch.nn.functional as F
 from common import Spread, Table, spread
@@ -253,18 +255,22 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seqlen", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=20, help="steps of one turn")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each")
+    parser.add_argument("--warm", action="store_true", help="start all at once: what they compile is in caches")
     parser.add_argument("--cpu-smoke", action="store_true", help="a tiny model on the CPU: checks this file only")
     options = parser.parse_args(arguments)
     if not options.cpu_smoke and not torch.cuda.is_available():
         parser.error("no GPU here; --cpu-smoke checks the code paths")
     given = ["--batch", str(options.batch), "--seqlen", str(options.seqlen), "--steps", str(options.steps)]
     given += ["--cpu-smoke"] if options.cpu_smoke else []
+    starting = (Worker(contender, given) for contender in options.contenders)
+    early = list(starting) if options.warm else []
     floor = Floor(options.batch, options.seqlen, options.cpu_smoke)
     workers = []
-    for contender in options.contenders:
-        workers.append(Worker(contender, given))
-        workers[-1].ready()  # one after the other: Inductor measures as it compiles
+    for worker in chain(early, starting):  # else one after the other: Inductor measures as it compiles
+        worker.ready()
+        workers.append(worker)
     table, console = Table(options.out / "llama_floor.csv", COLUMNS), Console(soft_wrap=True)
+    steps = Table(options.out / "llama_step.csv", llama_step.COLUMNS)
 
     def add(row: dict[str, Any]) -> None:
         table.add({**row, "batch": options.batch, "seqlen": options.seqlen})
@@ -286,6 +292,7 @@ def main(arguments: list[str] | None = None) -> int:
         if isinstance(ended, str):
             console.print(f"{worker.contender}: failed\n{ended}")
             continue
+        steps.add(ended)
         low, high = (1e3 * options.batch * options.seqlen / ended[f"tokens_per_s_{end}"] for end in ("max", "min"))
         times[worker.contender] = {"ms": ended["ms"], "ms_min": low, "ms_max": high}
     for name, ms in times.items():
