@@ -49,6 +49,7 @@ COLUMNS = (
     *KEY, "contender", "status", "us", "us_min", "us_max", "bytes", "gb_s", "of_copy", "sets", "calls",
 )  # fmt: skip
 LEAST_ROUNDS, JAX_ROUNDS = 9, 9
+AGAIN = ", again"  # ends the name of a contender that is measured a second time
 SETTLED = 0.002  # of a median: its standard error, by quartiles, at which no more samples are taken
 # Samples with a median so far above their least are taken again, after some seconds: another process used the GPU.
 DISTURBED, ATTEMPTS, PAUSE = 1.08, 3, 1.0
@@ -143,11 +144,14 @@ class Bench:
         table: where rows go.
         rounds: the most samples per contender.
         ceiling: GB/s of a copy.
+        again: measure each contender twice in the same turns, with graphs and outputs of their own.
     """
 
-    def __init__(self, device: torch.device, table: Table, rounds: int, ceiling: float, console: Console) -> None:
+    def __init__(
+        self, device: torch.device, table: Table, rounds: int, ceiling: float, console: Console, again: bool = False
+    ) -> None:
         self.device, self.table, self.rounds = device, table, rounds
-        self.ceiling, self.console = ceiling, console
+        self.ceiling, self.console, self.again = ceiling, console, again
         self.cuda = device.type == "cuda"
         # Forward and backward calls of autograd must be captured on the stream that they were made on.
         self.stream = torch.cuda.Stream(device) if self.cuda else None
@@ -166,16 +170,17 @@ class Bench:
         status: dict[str, str] = {}
         samplers: dict[str, tuple[Sampler, int]] = {}
         programs: dict[str, Any] = {}
-        for name in names:
-            with self.step(name):
+        for name in (*names, *(name + AGAIN for name in names if self.again)):
+            contender = name.removesuffix(AGAIN)
+            with self.step(contender):
                 try:
-                    made = self.ready(name, problem, direction, sets, wanted)
+                    made = self.ready(contender, problem, direction, sets, wanted)
                     self.synchronize()
                 except Exception as failure:  # a contender's failure is a result
                     status[name] = f"failed: {first_line(failure)}"
                     if self.lost():
-                        self.write(problem, direction, {name: status[name]}, {}, {}, len(sets))
-                        raise Lost(f"{name} left the GPU unusable") from failure
+                        self.write(problem, direction, {contender: status[name]}, {}, {}, len(sets))
+                        raise Lost(f"{contender} left the GPU unusable") from failure
                     continue
             status[name] = made if isinstance(made, str) else "ok"
             if isinstance(made, tuple):
@@ -320,6 +325,8 @@ class Bench:
         least = problem.bytes(direction)
         figures = []
         for name, state in status.items():
+            if name.endswith(AGAIN):
+                continue
             row: dict[str, Any] = dict(zip(KEY, key(problem, direction), strict=True))
             row |= {"contender": name, "status": state, "bytes": least, "sets": sets}
             if name in samples:
@@ -327,6 +334,7 @@ class Bench:
                 rate = least / us.median / 1e3
                 row |= {"us": us.median, "us_min": us.low, "us_max": us.high, "gb_s": rate, "calls": calls[name]}
                 row |= {"of_copy": rate / self.ceiling}
+                row |= {"us_again": spread(samples[name + AGAIN]).median} if name + AGAIN in samples else {}
                 figures.append(f"{name} {us.median:.2f} ({rate / self.ceiling:.0%})")
             elif state != "not available":
                 figures.append(f"{name} {state}")

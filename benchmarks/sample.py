@@ -6,7 +6,10 @@ models, sizes at random, and odd ones. The seed is printed and stands in each ro
 same points. How a point is measured is said in device_time.py: contenders take turns, results are checked first.
 
 The table at the end lists each point where another contender is more than 3% ahead, with the reason that our choice
-gave in the log; each one is a bug with a number.
+gave in the log; each one is a bug with a number. ``--again`` says how many of them chance makes: each contender is
+measured a second time in the same turns (``us_again``), and a table says how often two measures of the same code lie
+more than 3% apart, and what the means come to by the second measures. The fastest of several contenders is the one
+whose first measure was luckiest, too, so that the first measures flatter the others; it is not chosen by the second.
 
 Processes share the points of a run. Each first compiles the JAX programs of its points, for two fifths of the time at
 most, since XLA tries kernels on the GPU and takes no turns. Once no process does so any more, points are measured as
@@ -21,6 +24,7 @@ With several GPUs each has its processes, its points and its turns.
     python benchmarks/sample.py --out out/benchmarks --seed 7 --kinds products --points 60 --seconds 150
     python benchmarks/sample.py --out out/benchmarks --seed 7 --kinds products --points 60 --seconds 150 --resume
     python benchmarks/sample.py --seed 7 8 --kinds products                # of two seeds
+    python benchmarks/sample.py --seed 7 --again                           # each contender twice
     python benchmarks/sample.py --seed 7 --list                           # print the points only; needs no GPU
 """
 
@@ -71,7 +75,7 @@ from summary import BEHIND, COMPILED, OURS, XLA
 from torch._functorch import config as functorch_config
 
 EAGER, QUACK, LIGER = "torch eager", "quack", "Liger"
-COLUMNS = (*device_time.COLUMNS, "tflops", "kind", "seed", "reason")
+COLUMNS = (*device_time.COLUMNS, "us_again", "tflops", "kind", "seed", "reason")
 # Hidden sizes, heads and MLPs of models from BERT to Llama 3 70B, DeepSeek, Qwen, Whisper and ViT.
 MODEL_SIZES = (
     384, 512, 576, 768, 1024, 1152, 1280, 1536, 1600, 1664, 2048, 2304, 2560, 2880, 3072, 3584, 4096, 4608, 5120, 6144,
@@ -398,6 +402,9 @@ class Reasons(logging.Handler):
 # --- the table -----------------------------------------------------------------------------------------------------
 
 
+Compared = tuple[Mapping[str, Mapping[str, str]], str]  # a point's rows by contender, and the best other's name
+
+
 def report(rows: Iterable[Mapping[str, str]]) -> str:
     """Geometric means of the best other's time over ours by kind and direction, then each point that is behind."""
     points: dict[tuple[str, ...], dict[str, Mapping[str, str]]] = {}
@@ -405,7 +412,7 @@ def report(rows: Iterable[Mapping[str, str]]) -> str:
         if row["kind"]:
             key = tuple(row[c] for c in ("kind", *device_time.KEY))
             points.setdefault(key, {})[row["contender"]] = row
-    ratios: dict[tuple[str, str], list[float]] = {}
+    compared: dict[tuple[str, str], list[Compared]] = {}
     behind, failed = [], []
     for key, found in points.items():
         times = {name: float(row["us"]) for name, row in found.items() if row["us"]}
@@ -417,24 +424,52 @@ def report(rows: Iterable[Mapping[str, str]]) -> str:
         if not others:
             continue
         best = min(others, key=others.__getitem__)
+        compared.setdefault((key[0], key[2]), []).append((found, best))
         ratio = others[best] / times[OURS]
-        ratios.setdefault((key[0], key[2]), []).append(ratio)
         if ratio < 1 - BEHIND:
             figures = (name, f"{times[OURS]:.1f}", best, f"{others[best]:.1f}", f"{ratio:.2f}")
             behind.append(
                 (ratio, (*figures, found[OURS]["reason"] or f"{float(found[OURS]['of_copy']):.0%} of a copy"))
             )
-    means = [
-        (*group, f"{statistics.geometric_mean(each):.3f}", f"{min(each):.2f}", str(len(each)))
-        for group, each in sorted(ratios.items())
-    ]
+    means = []
+    for group, each in sorted(compared.items()):
+        ratios = speeds(each, "us")
+        means.append((*group, f"{statistics.geometric_mean(ratios):.3f}", f"{min(ratios):.2f}", str(len(each))))
     parts = [markdown(("kind", "direction", "speed over the best other", "least", "points"), means)]
+    parts += repeated(compared)
     if behind:
         header = ("behind by more than 3%", "ours, us", "best other", "us", "speed", "why")
         parts.append(markdown(header, [row for _, row in sorted(behind)]))
     if failed:
         parts.append(markdown(("not measured with ours", "why"), failed))
     return "\n\n".join(parts)
+
+
+def speeds(points: Iterable[Compared], column: str) -> list[float]:
+    """The best other's time over ours."""
+    return [float(found[best][column]) / float(found[OURS][column]) for found, best in points]
+
+
+def repeated(compared: Mapping[tuple[str, str], Iterable[Compared]]) -> list[str]:
+    """A table of the points with second measures: how far those of the same code lie apart, and what they come to."""
+    lines = []
+    for group, points in sorted(compared.items()):
+        twice = [(rows, best) for rows, best in points if all(rows[name].get("us_again") for name in (OURS, best))]
+        if not twice:
+            continue
+        pairs = ((float(r["us"]), float(r["us_again"])) for rows, _ in twice for r in rows.values() if r["us_again"])
+        apart = [1 - min(pair) / max(pair) for pair in pairs]
+        far = f"{sum(each > BEHIND for each in apart)} of {len(apart)}"
+        second = speeds(twice, "us_again")
+        late = [ratio < 1 - BEHIND for ratio in second]
+        both = sum(a and b < 1 - BEHIND for a, b in zip(late, speeds(twice, "us"), strict=True))
+        figures = (f"{statistics.median(apart):.2%}", far, f"{statistics.geometric_mean(second):.3f}")
+        lines.append((*group, *figures, str(sum(late)), str(both)))
+    header = (
+        "measured twice", "direction", "the same code apart, median", "by more than 3%", "speed by the second measures",
+        "behind by them", "and by the first",
+    )  # fmt: skip
+    return [markdown(header, lines)] if lines else []
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -444,6 +479,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kinds", nargs="+", default=list(DRAWN), choices=list(DRAWN))
     parser.add_argument("--points", type=int, default=60, help="of each kind and seed")
     parser.add_argument("--rounds", type=int, default=15, help="the most samples per contender")
+    parser.add_argument("--again", action="store_true", help="measure each contender twice: how much of it is noise")
     parser.add_argument("--without", nargs="+", default=[], metavar="CONTENDER", help="who is left out")
     parser.add_argument("--seconds", type=float, default=math.inf, help="measure no further point after this long")
     parser.add_argument("--compile-seconds", type=float, default=60.0, help="the most for a contender of a point")
@@ -592,7 +628,7 @@ def work(points: Sequence[Point], turns: Turns, holding: Callable[[], None], giv
         prewarm.few_triton_products()
     options, console = given.options, Console(width=200, highlight=False)
     table = Drawn(given.path, given.seed, True, given.environment)
-    bench = Bench(given.device, table, options.rounds, given.ceiling, console)
+    bench = Bench(given.device, table, options.rounds, given.ceiling, console, options.again)
     who = {kind: [name for name in names if name not in options.without] for kind, names in CONTENDERS.items()}
 
     def attempt(step: Callable[[], Any], point: Point) -> Any:

@@ -519,7 +519,7 @@ def test_sample_measures_and_names_what_is_behind(tmp_path: Path, capsys: pytest
     assert sample.main([*arguments, "--points", "1"]) == 0
     first = [row for row in common.read(tmp_path / "sample.csv") if row["kind"]]
     # What is left of twice as many points, in two processes; then nothing.
-    others = ["--points", "2", "--resume", "--workers", "2"]
+    others = ["--points", "2", "--resume", "--workers", "2", "--again"]
     assert sample.main([*arguments, *others]) == 0
     rows = [row for row in common.read(tmp_path / "sample.csv") if row["kind"]]
     assert rows[: len(first)] == first
@@ -528,14 +528,17 @@ def test_sample_measures_and_names_what_is_behind(tmp_path: Path, capsys: pytest
     }
     assert {row["status"] for row in rows} <= {"ok", "not available"}
     assert all(row["seed"] == "5" for row in rows)
+    assert not any(row["us_again"] for row in first)
+    assert all(bool(row["us_again"]) == bool(row["us"]) for row in rows[len(first) :])
     assert all(float(row["tflops"]) > 0 for row in rows if row["kind"] == "products" and row["us"])
     assert {row["contender"] for row in rows if row["kind"] == "products"} >= {sample.QUACK, sample.XLA, sample.OURS}
     assert sample.main([*arguments, *others]) == 0
     assert [row for row in common.read(tmp_path / "sample.csv") if row["kind"]] == rows
     best = {"kind": "rows", "op": "softmax", "direction": "fwd", "status": "ok", "of_copy": "0.8", "reason": "of tiles"}
-    points = [{**dict.fromkeys(sample.COLUMNS, ""), **best, "contender": c, "us": u} for c, u in
-              (("ours (torch)", "10"), ("Liger", "9.5"), ("torch eager", "30"))]  # fmt: skip
+    points = [{**dict.fromkeys(sample.COLUMNS, ""), **best, "contender": c, "us": u, "us_again": v} for c, u, v in
+              (("ours (torch)", "10", "9.9"), ("Liger", "9.5", "9.9"), ("torch eager", "30", ""))]  # fmt: skip
     assert "| rows | fwd | 0.950 | 0.95 | 1 |" in (text := sample.report(points))
+    assert "| rows | fwd | 2.52% | 1 of 2 | 1.000 | 0 | 0 |" in text
     assert "| 10.0 | Liger | 9.5 | 0.95 | of tiles |" in text
 
 
