@@ -73,6 +73,7 @@ ONE_PASS = (
     Call(1, 150, 130, 2, 1, 96, 96, "bfloat16", {"causal": True, "left": 100}, False, False),
     Call(1, 70, 65, 1, 1, 80, 80, "bfloat16", {"softcap": 1e6}, False, False),
     Call(1, 130, 70, 1, 1, 112, 112, "bfloat16", {"causal": True}, False, False),
+    Call(1, 300, 150, 2, 1, 64, 64, "bfloat16", {"causal": True}, False, False),
 )
 
 
@@ -172,6 +173,9 @@ class Run:
         worker.compile(self.variant, folder / "kernel.cubin", folder)
         (ptx,) = folder.glob("*.ptx")
         self.head, *self.entries = re.split(r"(?=\.visible \.entry)", ptx.read_text())
+        names = [entry.partition("(")[0] for entry in self.entries]
+        self.tall = any("TallOnePass" in name for name in names)
+        self.shares = 2 if not self.tall and any("InParts" in name for name in names) else 1
         tables = {n: np.full(a.shape, np.nan, np.float32) for n, a in scratch.items() if n.startswith("ranges")}
         self.memory = [*captured.values(), *tables.values(), *offsets]
         packed = [_packed(i, a) for i, a in enumerate(self.memory, 1 + others)]
@@ -226,7 +230,7 @@ class Run:
         if sums is not None:
             b, h, s, d = sums.shape
             if name == "OnePass":
-                maps[len(arguments)] = ptx_sm90.Map(sums, of_rows[0][1], d, set())
+                maps[len(arguments)] = ptx_sm90.Map(sums, of_rows[0][1] // self.shares, d, set())
                 arguments += [DESCRIPTOR, struct.pack("<4i", s, d, h, b)]
             else:
                 arguments.append(struct.pack("<Q4i3q", 1 << 32, s, d, h, b, d, s * d, h * s * d))
@@ -448,7 +452,9 @@ def _check_one_pass(call: Call, functions: Functions, folder: Path) -> None:
     ctas, count = -(-call.t // 128) * call.g * call.batch, min(call.h // call.g, 2)
     parts = np.full((2 * count * call.batch, call.g, -(-call.t // 128) * 128, call.d), np.nan, np.float32)
     turns = np.zeros((*logs.shape[:2], logs.shape[2] // tile), np.int32) if call.attrs.get("deterministic") else None
-    run(one_pass_of(call), 6, moved, [], [], ctas * count, of_rows, sums, {1: columns_of_keys(call)}, parts, turns)
+    columns = {1: call.d if run.tall else columns_of_keys(call)}
+    name = "OnePass" if run.tall else one_pass_of(call)
+    run(name, 6, moved, [], [], ctas * count, of_rows, sums, columns, parts, turns)
     if turns is not None and "left" not in call.attrs and not functions.mask:
         # The first block of keys was the last one to add, but to tiles of queries before all keys.
         before = max(call.s - call.t, 0) if call.attrs.get("causal") else 0
@@ -457,7 +463,8 @@ def _check_one_pass(call: Call, functions: Functions, folder: Path) -> None:
         halves_of = by_tiles(parts, 128).reshape(count, 2, call.batch, *parts.shape[1:])[..., : call.t, :].sum(0)
         dk, dv = (x.transpose(0, 2, 1, 3) for x in halves_of)
         dk, dv = (dk * call.d**-0.5).astype(q.dtype), dv.astype(q.dtype)
-    dq = by_rows(sums)[:, :, : call.s].transpose(0, 2, 1, 3) * call.d**-0.5
+    sums = by_tiles(sums, tile) if run.tall else by_rows(sums, run.shares)
+    dq = sums[:, :, : call.s].transpose(0, 2, 1, 3) * call.d**-0.5
     _check({"dq": dq.astype(q.dtype), "dk": dk, "dv": dv}, right)
 
 
@@ -517,11 +524,11 @@ def one_pass_of(call: Call) -> str:
     return "ShortHeads" if call.d <= 64 and not call.attrs.get("deterministic") else "OnePass"
 
 
-def by_rows(sums: np.ndarray) -> np.ndarray:
-    """Sums of queries by rows and columns."""
+def by_rows(sums: np.ndarray, shares: int) -> np.ndarray:
+    """Sums of queries by rows and columns; ``shares``: of warpgroups, behind one another, or 1."""
     # Of a tile: blocks of 8 columns of a warpgroup, warpgroups, warps, 8 rows, pairs of columns, rows 8 apart, columns.
-    x = sums.reshape(-1, sums.shape[-1] // 16, 2, 4, 8, 4, 2, 2)
-    return x.transpose(0, 3, 6, 4, 2, 1, 5, 7).reshape(sums.shape)
+    x = sums.reshape(-1, shares, sums.shape[-1] // 16, 2 // shares, 4, 8, 4, 2, 2)
+    return x.transpose(0, 4, 7, 5, 1, 3, 2, 6, 8).reshape(sums.shape)
 
 
 def of_whole_tiles(

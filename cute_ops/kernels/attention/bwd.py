@@ -10,7 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
-from cute_ops.kernels.attention.bwd_in_parts_sm90 import OnePassInParts
+from cute_ops.kernels.attention.bwd_in_parts_sm90 import OnePassInParts, TallOnePassInParts
 from cute_ops.kernels.attention.bwd_keys_sm90 import KeysBackward
 from cute_ops.kernels.attention.bwd_long_heads_sm90 import LongHeadsBackward
 from cute_ops.kernels.attention.bwd_one_pass_sm80 import OnePassBackwardSm80
@@ -46,9 +46,12 @@ class AttentionBackward:
         self.mods = mods = Mods(scale, config.score, config.mask, config.bounds, config.dscore)
         own = config, dims["d"], dims["e"], mods, scale
         short, in_turns = max(dims["d"], dims["e"]) <= MMA_M, variant.attrs["deterministic"]
-        # Measured where each query attends to one interval of keys, and where CTAs add as they come.
-        in_parts = not (short or in_turns or config.score) and (mods.mask is None or mods.is_interval)
-        one_pass = OnePassInParts if in_parts else ShortHeadsBackward if short and not in_turns else OnePassBackward
+        one_pass = OnePassBackward
+        if short:
+            tall = config.tile_q > MMA_M
+            one_pass = TallOnePassInParts if tall else OnePassBackward if in_turns else ShortHeadsBackward
+        elif not config.score and (mods.mask is None or mods.is_interval):  # as measured
+            one_pass = OnePassInParts
         of_queries, of_keys = QueriesBackward, KeysBackward
         if config.warps:
             one_pass, of_queries, of_keys = OnePassBackwardSm80, QueriesBackwardSm80, KeysBackwardSm80

@@ -36,7 +36,8 @@ from cute_ops.kernels.attention.tiles import (
 )
 from cute_ops.kernels.tensor_core.sizes import MMA_M, WARP, WARPGROUP
 
-# Named barriers: all of ds lies in shared memory; the tile of dq may be written, and may be added to memory.
+# Named barriers: all of ds lies in shared memory; a share of a tile of dq may be written, and may be added to memory:
+# those of the second share are 2 behind.
 DS, EMPTY, FULL = 4, 5, 6
 
 
@@ -89,7 +90,13 @@ class OnePassBackward(SumsOfTiles, KeysBackward):
         mma_dk, mma_dv = (mma_of_weights(dtype, width) for width in (self.d, self.dv))
         of_ds = OperandMajorMode.K if self.by_queries else across
         mma_dq = hopper.make_trivial_tiled_mma(
-            dtype, dtype, of_ds, across, Float32, (1, 2, 1), (self.tile_q, self.d // self.consumers)
+            dtype,
+            dtype,
+            of_ds,
+            across,
+            Float32,
+            (self.consumers // self.sharing, self.sharing, 1),
+            (MMA_M, self.d // self.sharing),
         )
         shape_k, shape_v = (self.tile_k, self.tile_q, self.d), (self.tile_k, self.tile_q, self.dv)
         of_row = cute.make_layout((self.tile_q, 1, self.stages))
@@ -144,10 +151,11 @@ class OnePassBackward(SumsOfTiles, KeysBackward):
         return first, (part + 1) * heads // parts - first
 
     def _added(self, mSums):
-        """How a tile is added to the sums: TMA's copy and its coordinates, and the tile in shared memory."""
-        of_sums = cute.make_layout((self.tile_q, self.d), stride=(self.d, 1))
+        """How a tile is added to the sums: TMA's copy and its coordinates, and the tile in shared memory, in shares."""
+        rows = self.tile_q // self.shares
+        of_sums = cute.make_layout((rows, self.d, self.shares), stride=(self.d, 1, rows * self.d))
         added = cpasync.make_tiled_tma_atom(
-            cpasync.CopyReduceBulkTensorTileS2GOp(), mSums, of_sums, (self.tile_q, self.d)
+            cpasync.CopyReduceBulkTensorTileS2GOp(), mSums, cute.select(of_sums, mode=[0, 1]), (rows, self.d)
         )
         return [*added], of_sums
 
@@ -158,7 +166,7 @@ class OnePassBackward(SumsOfTiles, KeysBackward):
 
     def _layout_of_keys(self):
         """The layout of keys in shared memory, by rows: swizzled over as many columns as a warpgroup has of dq."""
-        kinds, columns = warpgroup.SmemLayoutAtomKind, self.d // self.consumers
+        kinds, columns = warpgroup.SmemLayoutAtomKind, self.d // self.sharing
         kind = next(
             kind
             for kind, width in ((kinds.K_SW128, 64), (kinds.K_SW64, 32), (kinds.K_SW32, 16), (kinds.K_INTER, 8))
@@ -219,28 +227,32 @@ class OnePassBackward(SumsOfTiles, KeysBackward):
         that a CTA waits for one that began before it. Where offsets of packed sequences do not ascend, no CTA may have
         the block that another one would wait for: none waits.
         """
-        threads = self.consumers * WARPGROUP + WARP
+        shares, rows = self.shares, self.tile_q // self.shares
+        threads = self.consumers * WARPGROUP // shares + WARP
         begin, heads = self._heads(sizes)
         turn, waits = Int64(0), Boolean(True)
         if const_expr(mTurns is not None and sizes.offsets is not None):
             waits = self.tiles.ascend(sizes)
         for i in cutlass.range(heads, unroll=1):
             tile = Tile(keys.block, keys.head * sizes.heads_per_kv + begin + i, keys.batch)
-            tDsD, tDgD = partition(sums, (self.tile_q, self.d), (None, 0, tile.head, self._batch(tile, sizes)))
+            tDsD, tDgD = partition(sums, (rows, self.d), (None, 0, tile.head, self._batch(tile, sizes)))
             first, last = self.tiles.queries_of(tile, sizes)
             for queries in cutlass.range(first, last + 1, unroll=1):
                 if self.tiles.some(tile, sizes, queries, tile.block):
-                    cute.arch.cp_async_bulk_wait_group(0, read=True)
-                    cute.arch.barrier_arrive(barrier_id=EMPTY, number_of_threads=threads)
+                    for share in cutlass.range_constexpr(shares):
+                        cute.arch.cp_async_bulk_wait_group(shares - 1 - share, read=True)
+                        cute.arch.barrier_arrive(barrier_id=EMPTY + 2 * share, number_of_threads=threads)
                     if const_expr(mTurns is not None):
                         end_turn(turn, tile.block)
-                        place = self._batch(tile, sizes), tile.head, sizes.first_slots[0] + queries
-                        turn = address_of(mTurns, place)
+                        of_turn = self._batch(tile, sizes), tile.head, sizes.first_slots[0] + queries
+                        turn = address_of(mTurns, of_turn)
                         if waits:
                             wait_for_turn(turn, self.tiles.block_behind(tile, sizes, queries))
-                    cute.arch.barrier(barrier_id=FULL, number_of_threads=threads)
-                    cute.copy(sums.tma, tDsD, tDgD[None, sizes.first_slots[0] + queries])
-                    cute.arch.cp_async_bulk_commit_group()
+                    for share in cutlass.range_constexpr(shares):
+                        cute.arch.barrier(barrier_id=FULL + 2 * share, number_of_threads=threads)
+                        place = shares * (sizes.first_slots[0] + queries) + share
+                        cute.copy(sums.tma, tDsD[None, share], tDgD[None, place])
+                        cute.arch.cp_async_bulk_commit_group()
         if const_expr(mTurns is not None):
             end_turn(turn, keys.block)
         cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -250,7 +262,8 @@ class OnePassBackward(SumsOfTiles, KeysBackward):
         self, rings: cutlass.Constexpr, mmas: cutlass.Constexpr, moved: cutlass.Constexpr, own: cutlass.Constexpr,
         keys: cutlass.Constexpr, sizes: cutlass.Constexpr,
     ):  # fmt: skip
-        (ring_q, ring_k, ring_v, ring_o), (mma_first, mma_s, mma_dk, mma_dv, mma_new, mma_dq) = rings, mmas
+        """Compute a block's gradients: the products of all tiles of queries, then dk and dv are stored."""
+        (_, ring_k, ring_v, _), (_, mma_s, mma_dk, mma_dv, _, mma_dq) = rings, mmas
         (q, k, v, dout, lse, delta, dk, dv), (sDs, sums, mParts) = moved, own
         tidx = cute.arch.thread_idx()[0] - WARPGROUP
         group = cute.arch.make_warp_uniform(tidx // WARPGROUP)
@@ -258,13 +271,10 @@ class OnePassBackward(SumsOfTiles, KeysBackward):
         of_scores, of_weights, tKrQ, tVrO = self._operands((mma_s, mma_dk, mma_dv), (q, k, v, dout), group)
         tDrDs = mma_dq.make_fragment_A(first_dq.partition_A(self._rows_of_ds(sDs, True)))  # (mma, m, n, tiles)
         tDrK = mma_dq.make_fragment_B(first_dq.partition_B(transposed(k.s)))  # (mma, d, n, 1)
-        rS, rP, rWeights, rDs, rDk, rDv = self._registers((mma_s, mma_dk, mma_dv))
+        *others, rDk, rDv = self._registers((mma_s, mma_dk, mma_dv))
         rDq = cute.make_rmem_tensor(mma_dq.partition_shape_C((self.tile_q, self.d)), Float32)
-        put_ds, add, both = self._store(mma_s, sDs, tidx), self._adder(sums, tidx), self.consumers * WARPGROUP
-
+        registers, stored = (*others, rDk, rDv, rDq), (self._store(mma_s, sDs, tidx), self._adder(sums, tidx))
         one = make_pipeline_state(PipelineUserType.Consumer, 1)
-        slot = make_pipeline_state(PipelineUserType.Consumer, self.stages)
-        before = make_pipeline_state(PipelineUserType.Consumer, self.stages)
         ring_k.consumer_wait(one)
         ring_v.consumer_wait(one)
         if const_expr(self.keeps):
@@ -272,6 +282,23 @@ class OnePassBackward(SumsOfTiles, KeysBackward):
                 (keep_rows(mma_s, x.s[None, None, 0], tidx), operands[1])
                 for x, operands in ((k, of_scores), (v, of_weights))
             )
+        products = mmas, (of_scores, of_weights, tKrQ, tVrO, (tDrDs, tDrK))
+        self._differentiate_all(rings, products, registers, (lse, delta, *stored), (tidx, keys), sizes)
+        cute.arch.barrier(barrier_id=READ, number_of_threads=self.consumers * WARPGROUP)
+        self._finish((mma_dk, mma_dv), (rDk, rDv), (dk, dv, mParts), tidx, keys, sizes)
+
+    @cute.jit
+    def _differentiate_all(
+        self, rings: cutlass.Constexpr, products: cutlass.Constexpr, registers: cutlass.Constexpr,
+        given: cutlass.Constexpr, at: cutlass.Constexpr, sizes: cutlass.Constexpr,
+    ):  # fmt: skip
+        """Issue the products of all tiles of queries. ``given``: numbers of rows, and what stores ds and adds dq."""
+        (ring_q, _, _, ring_o), (mmas, operands) = rings, products
+        (mma_first, mma_s, mma_dk, mma_dv, mma_new, mma_dq), (lse, delta, put_ds, add) = mmas, given
+        of_scores, of_weights, tKrQ, tVrO, (tDrDs, tDrK) = operands
+        (rS, rP, rWeights, rDs, rDk, rDv, rDq), (tidx, keys) = registers, at
+        slot = make_pipeline_state(PipelineUserType.Consumer, self.stages)
+        before = make_pipeline_state(PipelineUserType.Consumer, self.stages)
         running = Boolean(False)
         for i in cutlass.range(self._rounds(sizes), unroll=1):
             head, queries, last, steps = self._steps(keys, sizes, i)
@@ -305,7 +332,7 @@ class OnePassBackward(SumsOfTiles, KeysBackward):
                     of_ds = slot.index if const_expr(self.tiles_of_ds > 1) else 0
                     put_ds(rDs, of_ds)
                     cute.arch.fence_view_async_shared()
-                    cute.arch.barrier(barrier_id=DS, number_of_threads=both)
+                    cute.arch.barrier(barrier_id=DS, number_of_threads=self.consumers * WARPGROUP)
                     multiply((mma_new, mma_dq), tDrDs, tDrK, rDq, (of_ds, 0))
                     multiply_weights(mma_dk, rDs, tKrQ, rDk, slot.index)
                     warpgroup.wait_group(1)
@@ -319,8 +346,6 @@ class OnePassBackward(SumsOfTiles, KeysBackward):
                 ring_o.consumer_release(before)
                 before.advance()
             running = Boolean(False)
-        cute.arch.barrier(barrier_id=READ, number_of_threads=both)
-        self._finish((mma_dk, mma_dv), (rDk, rDv), (dk, dv, mParts), tidx, keys, sizes)
 
     @cute.jit
     def _finish(
@@ -392,18 +417,22 @@ class OnePassBackward(SumsOfTiles, KeysBackward):
 
     def _adder(self, sums, tidx):
         """A function that writes a thread's part of dq to shared memory, for the warp that adds it to the sums."""
-        threads, both = self.consumers * WARPGROUP + WARP, self.consumers * WARPGROUP
+        threads, share = self.consumers * WARPGROUP // self.shares, Int32(0)
+        if self.shares > 1:
+            share = cute.arch.make_warp_uniform(tidx // WARPGROUP)
+        numbers = self.tile_q * self.d // self.shares
         of_tile = cute.make_layout(
-            (TOGETHER, both, self.tile_q * self.d // (both * TOGETHER)), stride=(1, TOGETHER, both * TOGETHER)
+            (TOGETHER, threads, numbers // (threads * TOGETHER), self.shares),
+            stride=(1, TOGETHER, threads * TOGETHER, numbers),
         )
-        own = cute.make_tensor(sums.s.iterator, of_tile)[None, tidx, None]
+        own = cute.make_tensor(sums.s.iterator, of_tile)[None, tidx % threads, None, share]
 
         def add(rDq, tile, queries, sizes):
-            # Both warpgroups have read ds, and the warp that adds has read the tile before.
-            cute.arch.barrier(barrier_id=EMPTY, number_of_threads=threads)
+            # The warp that adds has read the tile before and, of one share, both warpgroups have read ds.
+            cute.arch.barrier(barrier_id=EMPTY + 2 * share, number_of_threads=threads + WARP)
             cute.autovec_copy(cute.make_tensor(rDq.iterator, cute.make_layout(own.shape)), own)
             cute.arch.fence_view_async_shared()
-            cute.arch.barrier_arrive(barrier_id=FULL, number_of_threads=threads)
+            cute.arch.barrier_arrive(barrier_id=FULL + 2 * share, number_of_threads=threads + WARP)
 
         return add
 

@@ -47,10 +47,15 @@ class CopyRing(Fixed):
         if marked:
             self.marks = smem.allocate_tensor(Int32, cute.make_layout((WARPS, stages)), 16)
 
+    @property
+    def arrivals(self):
+        """After which a slot is full."""
+        return WARPGROUP * (2 if self.marks is not None else 1)
+
     def start(self):
         """Initialize the barriers: of one thread."""
         for stage in range(self.stages):
-            cute.arch.mbarrier_init(self.full + stage, WARPGROUP * (2 if self.marks is not None else 1))
+            cute.arch.mbarrier_init(self.full + stage, self.arrivals)
             cute.arch.mbarrier_init(self.empty + stage, self.readers)
 
     def producer_acquire(self, slot):

@@ -14,10 +14,7 @@ from cute_ops.kernels.attention.fwd_cached_sm90 import AttentionCachedSm90
 class BoxRing(CopyRing):
     """A :class:`CopyRing` that is full when one lane of each loading warp has said so, and TMA's bytes have come."""
 
-    def start(self):
-        for stage in range(self.stages):
-            cute.arch.mbarrier_init(self.full + stage, WARPS)
-            cute.arch.mbarrier_init(self.empty + stage, self.readers)
+    arrivals = WARPS
 
     @cute.jit
     def mark(self, slot: cutlass.Constexpr, there, warp, lane):

@@ -54,9 +54,10 @@ class SumsOfTiles:
         width: columns of sums.
         axis: whether tiles are of queries, 0, or of keys, 1.
         sharing: warpgroups that share the columns of a tile.
+        shares: parts of a tile that lie behind one another: of each of these warpgroups, or 1.
     """
 
-    axis, sharing = 0, 1
+    axis, sharing, shares = 0, 1, 1
 
     @property
     def width(self):
@@ -112,8 +113,10 @@ class SumsOfTiles:
         size, columns = (self.tiles.tile_q, self.tiles.tile_k)[self.axis], self.width // CHUNK // self.sharing
         place = row % size
         threads = size // MMA_ROWS * WARP
-        thread = chunk // columns * threads + place // MMA_ROWS * WARP + place % 8 * 4
-        number = chunk % columns * (self.sharing * threads) + thread
+        thread, warpgroup = place // MMA_ROWS * WARP + place % 8 * 4, chunk // columns
+        number = chunk % columns * (self.sharing * threads) + warpgroup * threads + thread
+        if self.shares > 1:
+            number = chunk * threads + thread
         first = address_of(mSums, (row - place, 0, head, which), number * TOGETHER)
         rows, rX = [fragment(Float32, CHUNK) for _ in range(2)], fragment(Float32, TOGETHER)
         for i in range(CHUNK // 2):
