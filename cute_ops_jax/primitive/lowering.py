@@ -6,7 +6,8 @@ exists.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -28,6 +29,9 @@ from cute_ops_jax.primitive.arrays import spec
 # By input the dim, counted from the end, that was the last of the array which the program has transposed.
 Transposed = Mapping[str, int]
 NONE: Transposed = {}
+# Elements of an output up to which XLA computes what follows its product: of five products of up to 1.6 million that
+# saves 1.3 to 2.4 us, of three of 5.7 to 10.2 million it costs up to 5 us (H200).
+FUSED_BY_XLA = 2**21
 
 
 def reference(
@@ -118,6 +122,14 @@ def fallback(binding: Binding, on_gpu: bool, transposed: Transposed = NONE) -> P
         return dispatch.fallback(binding, {}, None)
     target, _ = _target_and_device(binding)
     return dispatch.fallback(*_in_numbers(binding, transposed), target)
+
+
+def behind_product(binding: Binding) -> Callable[..., list[jax.Array]]:
+    """What runs an epilogue behind XLA's product: :func:`reference`, which XLA fuses, or of large outputs
+    :func:`kernel`.
+    """
+    outputs = _in_numbers(binding, NONE)[0].outputs.values()
+    return reference if max(math.prod(a.shape) for a in outputs if a) <= FUSED_BY_XLA else kernel
 
 
 def kernel_is_faster(binding: Binding) -> bool:

@@ -275,6 +275,8 @@ class OpPrimitive:
         with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
             if program is None:
                 return run(binding, arrays, inplace, transposed)
+            if run is lowering.kernel and program.product is not None:
+                run = lowering.behind_product(binding)
             given = lowering.by_name(binding, arrays)
             found = program.run(framework, partial(by_lowering, run), given, binding.attrs)
             return list(slices.present({n: found[n] for n in self.op.results}).values())

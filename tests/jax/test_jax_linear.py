@@ -166,8 +166,9 @@ def test_both_choices_give_the_same(product: Op) -> None:
     [
         (512, "bfloat16", "auto", 0, ["with_gelu"]),
         (16, "bfloat16", "always", 0, ["with_gelu"]),
-        (512, "bfloat16", "never", 1, ["with_gelu_epilogue"]),
-        (512, "float32", "auto", 1, ["with_gelu_epilogue"]),
+        (65536, "bfloat16", "never", 1, ["with_gelu_epilogue"]),
+        (512, "bfloat16", "never", 1, []),  # XLA fuses what comes after its product
+        (512, "float32", "auto", 1, []),
     ],
 )
 def test_what_runs_on_a_gpu(
