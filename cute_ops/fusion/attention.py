@@ -24,7 +24,7 @@ from cute_ops.fusion.express import COLUMNS, ONE, Leaf
 from cute_ops.fusion.graph import Graph as Program
 from cute_ops.fusion.graph import Node, Shape
 from cute_ops.fusion.named import positive_number
-from cute_ops.fusion.scores import Known, Masks, Scores, places_of, softmax_of
+from cute_ops.fusion.scores import Known, Masks, Scores, places_of, softmax_of, without_weight
 
 HALVES = ("bfloat16", "float16")  # other dtypes have no kernel
 HEAD_SIZES = range(16, 257, 16)
@@ -185,8 +185,9 @@ class _Attention:
     """
 
     def __init__(self, readers: _Readers, found: Found, z: int, product: Node, side: int, known: Known) -> None:
-        self.readers, self.whole, self.z, self.product, self.side = readers, found, z, product, side
+        self.readers, self.whole, self.product, self.side = readers, found, product, side
         self.known, self.rows, self.scores = known, found.rows, copy(found)
+        self.scores.expression, self.z = without_weight(found.expression, found.expression.outputs[0], z)
         self.scores.leaves = tuple(_renumbered(leaf, found.rows) for leaf in found.leaves)
 
     def found(self) -> Composite:
@@ -375,7 +376,7 @@ class _Attention:
     def _read(self, operand: int) -> Read:
         leaf = self.scores.leaves[operand]
         _require(leaf.rows == self.rows and not leaf.packed)
-        fixed = leaf.node.dtype == "bool" or not _may_have_gradient(leaf.node)
+        fixed = leaf.node.dtype == "bool" or not _may_have_gradient(leaf.node, self.known)
         _require(fixed, "an array that its scores are computed from may have a gradient")
         rank = len(self.rows)
         shape = places_of(leaf, rank)
@@ -465,13 +466,15 @@ def _multiplied(node: Node) -> tuple[Node, float] | None:
     return None
 
 
-def _may_have_gradient(node: Node) -> bool:
-    """Whether a float of the program's inputs may reach a node."""
+def _may_have_gradient(node: Node, known: Known) -> bool:
+    """Whether a float of the program's inputs may reach a node, other than by way of ``stop_gradient``."""
     waiting, seen = [node], {node}
     while waiting:
         each = waiting.pop()
-        if each.op == "input" and "float" in each.dtype:
+        if each.op == "input" and "float" in each.dtype and known(each) is None:
             return True
+        if (each.op, each.attr) == ("opaque", "stop_gradient"):
+            continue
         new = [arg for arg in each.args if arg not in seen and "float" in arg.dtype]
         seen.update(new)
         waiting += new

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -55,15 +56,44 @@ def softmax_of(expression: Expression, output: int) -> int | None:
     node = expression.nodes[i]
     if node.primitive == "exp" and hidden is None:
         return _log_softmax_of(expression, node.args[0])
-    if node.primitive != "divide":
+    if (quotient := _quotient(expression, node)) is None:
         return None
-    weights, total = node.args
+    weights, total = quotient
     if expression.nodes[total].primitive != "sum" or expression.nodes[weights].primitive != "exp":
         return None
-    if _zero_where(expression, expression.nodes[total].args[0]) != (hidden, weights):
-        return None
+    before = _zero_where(expression, expression.nodes[total].args[0])
     z = _unshifted(expression, expression.nodes[weights].args[0])
-    return z if hidden is None or _is_hidden_by(expression, z, hidden) else None
+    if before == (hidden, weights):
+        return z if hidden is None or _is_hidden_by(expression, z, hidden) else None
+    # Zeros in place of the weights of a softmax: only where these scores alone have no weight.
+    alone = before == (None, weights) and hidden is not None and _is_hidden_by(expression, z, hidden)
+    return z if alone and len(operands_of(expression, _shown(expression, z, hidden))) == 1 else None
+
+
+def without_weight(expression: Expression, output: int, z: int) -> tuple[Expression, int]:
+    """The scores ``z`` of a softmax, infinitely low where zeros take the place of its weights: a query that sees no key
+    has none, as in the program.
+    """
+    hidden, _ = _zero_where(expression, output)
+    if hidden is None or not _is_hidden_by(expression, z, hidden):
+        return expression, z
+    graph = Graph(expression.operands)
+    nodes = copied(expression, graph)
+    condition, shown, lowest = nodes[hidden[0]], nodes[_shown(expression, z, hidden)], graph.constant(-math.inf)
+    made = graph.add("where", condition, *((lowest, shown) if hidden[1] else (shown, lowest)))
+    changed = graph.finish([made])
+    return changed, changed.outputs[0]
+
+
+def _quotient(expression: Expression, node: Node) -> tuple[int, int] | None:
+    """What a node divides, and by what; None if it does not."""
+    if node.primitive == "divide":
+        return node.args[0], node.args[1]
+    if node.primitive == "multiply":
+        for x, other in (node.args, node.args[::-1]):
+            if expression.nodes[other].primitive == "reciprocal":
+                return x, expression.nodes[other].args[0]
+    return None
 
 
 _Where = tuple[int, bool]  # a condition, and which of its values hides
@@ -79,6 +109,12 @@ def _zero_where(expression: Expression, i: int) -> tuple[_Where | None, int]:
             number = expression.nodes[arg].number
             if number == 0 and not isinstance(number, bool):
                 return (node.args[0], hides), other
+    if node.primitive == "multiply":  # by ones and zeros
+        for x, other in (node.args, node.args[::-1]):
+            factor = expression.nodes[other]
+            numbers = [expression.nodes[arg].number for arg in factor.args[1:]] if factor.primitive == "where" else []
+            if numbers in ([1.0, 0.0], [0.0, 1.0]):
+                return (factor.args[0], numbers[0] == 0.0), x
     return None, i
 
 
@@ -86,6 +122,11 @@ def _is_hidden_by(expression: Expression, z: int, hidden: _Where) -> bool:
     """Whether scores have no weight where a mask hides them."""
     node = expression.nodes[z]
     return node.primitive == "where" and node.args[0] == hidden[0] and _is_hidden(expression, node.args[2 - hidden[1]])
+
+
+def _shown(expression: Expression, z: int, hidden: _Where) -> int:
+    """The scores that a mask does not hide."""
+    return expression.nodes[z].args[1 + hidden[1]]
 
 
 def _unshifted(expression: Expression, i: int) -> int:

@@ -26,6 +26,7 @@ def draw(*shape: int, rng: np.random.Generator = RNG) -> Array:
 
 Q, K, V, FEW_K, FEW_V = draw(B, T, H, D), draw(B, T, H, D), draw(B, T, H, D), draw(B, T, KV, D), draw(B, T, KV, D)
 # The second example attends to nothing: all its keys have one weight, as of finite scores that are equal.
+SLOPES = np.float32([0.5, 0.25, 0.125, 0.0625])[:, None, None]
 PADDING = jnp.asarray([[1, 1, 1, 1, 0, 0], [0] * T], bool)
 
 
@@ -138,6 +139,22 @@ def zero_where_hidden(q: Array, k: Array, v: Array, m: Array) -> Array:
     return jnp.einsum("bhqk,bkhd->bqhd", p.astype(v.dtype), v)
 
 
+def zeros_after(q: Array, k: Array, v: Array, m: Array) -> Array:
+    """With no weights where a query sees no key, although its scores are finite."""
+    seen = m[:, None, None]
+    p = jax.nn.softmax(jnp.where(seen, wide(dots(q, k)), -1e9), -1)
+    return jnp.einsum("bhqk,bkhd->bqhd", jnp.where(seen, p, 0).astype(v.dtype), v)
+
+
+def stopped(q: Array, k: Array, v: Array, bias: Array) -> Array:
+    return mixed(wide(dots(q, k)) + jax.lax.stop_gradient(wide(bias)), v)
+
+
+def with_slopes(q: Array, k: Array, v: Array) -> Array:
+    """ALiBi of an array that the function closes over, of which no gradient is taken."""
+    return mixed(jnp.where(lower(), wide(dots(q, k)) + jnp.asarray(SLOPES) * jnp.arange(T), -1e9), v)
+
+
 def by(weights: Callable[[Array], Array]) -> Callable[..., Array]:
     return lambda q, k, v: jnp.einsum(
         "bhqk,bkhd->bqhd", weights(jnp.where(lower(), wide(dots(q, k)), -1e9)).astype(v.dtype), v
@@ -171,6 +188,10 @@ FORMS: dict[str, tuple[Callable[..., Array], tuple[Array, ...], str]] = {
     "mask of all examples": (masked(lower()[None, None].repeat(B, 0)), (Q, K, V), "causal"),
     "float32": (wide_to_the_end, (Q, K, V), "causal"),
     "softmax's where": (zero_where_hidden, (Q, K, V, PADDING), "scores changed"),
+    "zeros after the softmax": (zeros_after, (Q, K, V, PADDING), "scores changed"),
+    "bias without a gradient": (stopped, (Q, K, V, draw(H, T, T)), "scores changed"),
+    "known slopes": (with_slopes, (Q, K, V), "causal, scores changed"),
+    "by the reciprocal": (by(lambda x: jnp.exp(x) * (1 / jnp.exp(x).sum(-1, keepdims=True))), (Q, K, V), "causal"),
     "without a maximum": (by(lambda x: jnp.exp(x) / jnp.exp(x).sum(-1, keepdims=True)), (Q, K, V), "causal"),
     "by the logarithm": (by(lambda x: jnp.exp(jax.nn.log_softmax(x))), (Q, K, V), "causal"),
     "by the log-sum": (by(lambda x: jnp.exp(x - jax.nn.logsumexp(x, -1, keepdims=True))), (Q, K, V), "causal"),
