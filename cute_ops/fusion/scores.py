@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cute_ops.expressions.graph import Expression, Graph, copied, operands_of
+from cute_ops.expressions.graph import Node as Step
 from cute_ops.expressions.reference import evaluate
 from cute_ops.fusion.analyse import Found
 from cute_ops.fusion.express import COLUMNS, Leaf
@@ -63,11 +64,13 @@ def softmax_of(expression: Expression, output: int) -> int | None:
         return None
     before = _zero_where(expression, expression.nodes[total].args[0])
     z = _unshifted(expression, expression.nodes[weights].args[0])
-    if before == (hidden, weights):
-        return z if hidden is None or _is_hidden_by(expression, z, hidden) else None
-    # Zeros in place of the weights of a softmax: only where these scores alone have no weight.
-    alone = before == (None, weights) and hidden is not None and _is_hidden_by(expression, z, hidden)
-    return z if alone and len(operands_of(expression, _shown(expression, z, hidden))) == 1 else None
+    if hidden is None:
+        return z if before == (hidden, weights) else None
+    if not _is_hidden_by(expression, z, hidden) or before not in ((hidden, weights), (None, weights)):
+        return None
+    # Zeros in place of the weights of a softmax: no other mask may hide the other scores, too.
+    alone = before[0] is not None or len(operands_of(expression, _shown(expression, z, hidden))) == 1
+    return z if alone else None
 
 
 def without_weight(expression: Expression, output: int, z: int) -> tuple[Expression, int]:
@@ -85,7 +88,7 @@ def without_weight(expression: Expression, output: int, z: int) -> tuple[Express
     return changed, changed.outputs[0]
 
 
-def _quotient(expression: Expression, node: Node) -> tuple[int, int] | None:
+def _quotient(expression: Expression, node: Step) -> tuple[int, int] | None:
     """What a node divides, and by what; None if it does not."""
     if node.primitive == "divide":
         return node.args[0], node.args[1]
