@@ -4,7 +4,8 @@ With ``CUTE_OPS_TUNE=1`` the first call of a class measures both, as do calls th
 mode ``max-autotune``. The cache folder keeps the result for both frameworks.
 
 It is kept among the winners, for the heuristic's config and the kernel's sources, under the class of calls and one more
-word.
+word, or two where n or k is off a vector: then our kernel reads copies, and cuBLAS is slower than at other sizes of the
+class.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from cute_ops.autotune.winners import Winner
 from cute_ops.declaration.op import Op
 from cute_ops.errors import CacheError
 from cute_ops.jit.plan import Signature
+from cute_ops.ops.gemm import choice
 
 log = logging.getLogger("cute_ops")
-WORD, FIELD, OURS, THEIRS = "fused=auto", "runs", "kernel", "framework"
+WORD, OFF_VECTOR, FIELD, OURS, THEIRS = "fused=auto", "off-vector", "runs", "kernel", "framework"
 
 _known: dict[winners.Key, Times] = {}
 _asked: set[str] = set()  # names of ops that a compiler was asked to run in their fastest form
@@ -85,4 +87,4 @@ def forget() -> None:
 
 def _key(op: Op, call: Signature) -> winners.Key:
     name, heuristic = winners.key_of(op, call.problem, op.config(call.problem))
-    return f"{name} {WORD}", heuristic
+    return f"{name}{f' {OFF_VECTOR}' if choice.off_vector(call.problem) else ''} {WORD}", heuristic

@@ -113,26 +113,41 @@ def _reason_against(binding: Binding, memory: Mapping[str, Memory], target: Targ
 
 
 def realigned(
-    binding: Binding, memory: Mapping[str, Memory], target: Target | None, reads: int = 1
+    binding: Binding, memory: Mapping[str, Memory], target: Target | None, reads: int = 1, measures: bool = False
 ) -> dict[str, tuple[int, ...]]:
     """The operands of a product that are copied first, with the strides of their copies, because our kernel gains more
     than the copies cost: where TMA cannot load them, cuBLAS is slow, too. Only for adapters that can pass strides, and
-    only where ``fused`` is ``"auto"``. ``reads``: how many products read each copy; others as in :func:`fallback`.
+    only where ``fused`` is ``"auto"``. ``reads``: how many products read each copy; ``measures``: whether a call that
+    :func:`to_measure` asks for is measured, with its copies; others as in :func:`fallback`.
     """
-    op = binding.op
-    if op.fallback is None or target is None or sm(target.arch) != 90 or binding.attrs.get("fused") != "auto":
+    if target is None or not _takes_copies(binding, target):
         return {}
-    if binding.empty or binding.dtype_without_kernel or "b" in binding.dims or not op.fallback.anywhere:
-        return {}
-    found = _copies(binding, memory, op.fallback.anywhere)
+    assert binding.op.fallback is not None
+    found = _copies(binding, memory, binding.op.fallback.anywhere)
     copied = {**memory, **{n: Memory(s) for n, s in found.items()}}
     if not found or _out_of_reach(binding, copied):  # a copy of one operand does not help if the other has none
         return {}
-    problem, expected = signature(binding, copied, target).problem, op.fallback.expected
-    arrays = [array for n in found if (array := binding.inputs[n])]
-    if not choice.pays(arrays, problem, expected(problem) if expected else None, reads):
+    call = signature(binding, copied, target)
+    if measures and choice.off_vector(call.problem) and to_measure(binding, copied, target):
+        return found
+    if choices.measured(binding.op, call) is None and not _pay(found, call, reads):
         return {}
     return found if fallback(binding, copied, target) is None else {}
+
+
+def _takes_copies(binding: Binding, target: Target) -> bool:
+    """Whether a call may run by a kernel that reads copies of its operands."""
+    other = binding.op.fallback
+    if other is None or not other.anywhere or sm(target.arch) != 90 or binding.attrs.get("fused") != "auto":
+        return False
+    return not (binding.empty or binding.dtype_without_kernel or "b" in binding.dims)
+
+
+def _pay(copied: Iterable[str], call: Signature, reads: int) -> bool:
+    """Whether copies of these inputs pay, by the model."""
+    binding, other = call.binding, call.binding.op.fallback
+    times = other.expected(call.problem) if other and other.expected else None
+    return choice.pays([array for n in copied if (array := binding.inputs[n])], call.problem, times, reads)
 
 
 def _copies(binding: Binding, memory: Mapping[str, Memory], names: Sequence[str]) -> dict[str, tuple[int, ...]]:

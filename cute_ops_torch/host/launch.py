@@ -143,7 +143,8 @@ def prepare(
     on = index if device.type == "cuda" else None
     with naming(op, binding.inputs, binding.dims, binding.dtypes):
         arch = target.of_device(index)
-    copies = dispatch.realigned(binding, places, arch, reads=2 if kept.forward else 1)
+    measures = device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
+    copies = dispatch.realigned(binding, places, arch, reads=2 if kept.forward else 1, measures=measures)
     lying = {name: places[name] for name in copies}
     places |= {name: Memory(strides) for name, strides in copies.items()}
 
@@ -153,7 +154,7 @@ def prepare(
         return planned_call(binding, chosen._replace(copies={**chosen.copies, **copies}), device, copiers)
 
     unmeasured = dispatch.to_measure(binding, places, arch)
-    if unmeasured is not None and device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+    if unmeasured is not None and measures:
         _measure(unmeasured, kernel(), tensors)
     program = dispatch.fallback(binding, places, arch)
     if program is not None:

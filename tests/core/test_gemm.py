@@ -20,7 +20,7 @@ import pytest
 
 from cute_ops import Array, Case, Op, testing
 from cute_ops.autotune import choices, winners
-from cute_ops.autotune.dispatch import fallback, forget, to_measure
+from cute_ops.autotune.dispatch import fallback, forget, realigned, to_measure
 from cute_ops.declaration.binding import bind
 from cute_ops.errors import CompileError
 from cute_ops.hardware import ARCHES
@@ -587,6 +587,23 @@ def test_rows_are_copied_to_rows_of_another_stride(monkeypatch: pytest.MonkeyPat
             np.testing.assert_array_equal(out.view(np.uint16), x.view(np.uint16))
 
 
+def _odd_sizes_are_measured_with_their_copies() -> None:
+    """Not together with whole vectors of their bucket; where nothing measures, the model decides."""
+    given = {"x": Array((64, 2686), "bfloat16"), "weight": Array((21448, 2686), "bfloat16")}
+    odd, places = bind(linear, given, {}), {name: Memory((2686, 1)) for name in given}
+    even = bind(linear, {name: Array((a.shape[0], 2688), "bfloat16") for name, a in given.items()}, {})
+    whole = to_measure(even, {}, TARGET)
+    assert whole is not None
+    choices.keep(linear, whole, choices.Times(20.0, 10.0))
+    assert not realigned(odd, places, TARGET)
+    copies = realigned(odd, places, TARGET, measures=True)
+    call = to_measure(odd, {name: Memory(strides) for name, strides in copies.items()}, TARGET)
+    assert copies.keys() == given.keys() and call is not None
+    for ours in (10.0, 30.0):
+        choices.keep(linear, call, choices.Times(ours, 20.0))
+        assert bool(realigned(odd, places, TARGET)) == (ours < 20)
+
+
 @pytest.mark.usefixtures("cache_folder")
 def test_what_was_measured_chooses_whose_product_runs(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     """In this process, and in one that reads the cache folder; sizes of one bucket share it, other kernels do not."""
@@ -614,6 +631,7 @@ def test_what_was_measured_chooses_whose_product_runs(monkeypatch: pytest.Monkey
     choices.keep(linear, call, choices.Times(10.0, 20.0))
     assert fallback(binding, places, TARGET) is None
     assert "10 us were measured, 20 of the framework's product" in caplog.messages[-1]
+    _odd_sizes_are_measured_with_their_copies()
     choices.keep(linear, call, choices.Times(20.0, 10.0))
     monkeypatch.setenv("CUTE_OPS_TUNE", "0")
     assert fallback(binding, places, TARGET) is None

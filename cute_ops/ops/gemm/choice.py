@@ -167,11 +167,16 @@ def copies(operands: Sequence[tuple[Array, Sequence[int], int]]) -> list[tuple[i
     return [None if _loadable(*operand) else whole_lines(*operand[:2]) for operand in operands]
 
 
+def off_vector(problem: Problem) -> bool:
+    """Whether compact rows of the operands or of the output begin off vectors."""
+    return _divisor(problem) in THEIR_ODD
+
+
 def pays(copied: Sequence[Array], problem: Problem, times: tuple[float, float] | None, reads: int) -> bool:
     """Whether our kernel gains more than its share of these copies costs, which so many products read; ``times`` are
     what is expected of it, with the copies, and of the framework's product.
     """
-    if _divisor(problem) not in THEIR_ODD:
+    if not off_vector(problem):
         return False
     if times is None:
         size = GemmSize(problem.m, problem.size("n"), problem.size("k"))
