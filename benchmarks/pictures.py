@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import io
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 from common import read
 from matplotlib.figure import Figure
-from summary import OURS, Point, points
+from summary import BEHIND, COMPILED, OURS, TITLES, Point, given, points
 
 # Text and lines are drawn in TEXT, which the file's own style sheet replaces by a colour of the theme.
 TEXT, OUR_COLOR, OTHER_COLOR = "#808080", "#d32f2f", "#757575"
@@ -29,7 +29,6 @@ STYLES = {
     "ours (torch)": (OUR_COLOR, "o"),
     "ours (JAX)": ("#d97706", "o"),
 }
-TITLES = {"fwd": "forward", "bwd": "backward"}
 FEW = 3  # shapes of an op that has no panel of its own
 # Inches, of every picture: at the 460 pixels that a telephone leaves, text of 11 points is 11 pixels high. So panels
 # stand below one another.
@@ -44,7 +43,7 @@ def draw_all(folder: Path) -> list[Path]:
     rows = read(folder / "device_time.csv")
     found = points(rows)
     made = {"rates": rates(rows), "overview": overview(found), "roofline": roofline(rows, found)}
-    for name, draw in (("llama_step", training_steps), ("startup", startup), ("build_time", build_time)):
+    for name, draw in DRAWN.items():
         if (path := folder / f"{name}.csv").exists():
             made[name] = draw(read(path))
     for name, figure in made.items():
@@ -199,7 +198,7 @@ def roofline(rows: list[Row], found: Sequence[Point]) -> Figure:
 def bars(names: Sequence[str], values: Sequence[float], notes: Sequence[str], title: str) -> Figure:
     """Bars with notes beside them, ours in our colour; as wide as a telephone shows in full."""
     figure, (panel,) = new(WIDTH, 0.4 * len(names) + 0.7)
-    colors = [OUR_COLOR if name.startswith(("cute_ops", "ours")) else OTHER_COLOR for name in names]
+    colors = [OUR_COLOR if ours(name) else OTHER_COLOR for name in names]
     panel.bar_label(panel.barh(names, values, color=colors), notes, padding=4, fontsize=11, color=TEXT)
     panel.invert_yaxis()
     panel.set_xlim(0, 1.45 * max(values))  # room for the notes
@@ -212,9 +211,36 @@ def bars(names: Sequence[str], values: Sequence[float], notes: Sequence[str], ti
 
 LIBRARIES = {
     "ours + AdamW": "cute_ops, with its AdamW",
-    "ours": "cute_ops",
-    "graph pass + compile": "cute_ops in torch.compile",
+    "ours": "cute_ops: patch",
+    "ours + compile": "patch + torch.compile",
+    "graph pass + compile": "cute_ops: graph pass",
 }
+STEPS = {
+    "eager": ("#8a8a8a", "v"),
+    "Liger": ("#ab47bc", "D"),
+    "ours": (OUR_COLOR, "o"),
+    "ours + compile": (OUR_COLOR, "^"),
+    "graph pass + compile": ("#d97706", "s"),
+}
+ATTENTION = {
+    "FlashAttention 2": ("#8a8a8a", "v"),
+    "FlexAttention": ("#a1785f", "^"),
+    "cuDNN": ("#43a047", "P"),
+    "FlashAttention 4": ("#1e88e5", "s"),
+    "ours": (OUR_COLOR, "o"),
+}
+CACHES = {
+    "SDPA": ("#43a047", "P"),
+    "FlashInfer": ("#1e88e5", "s"),
+    "FlashMLA": ("#ab47bc", "D"),
+    "ours, float8": ("#d97706", "o"),
+    "ours": (OUR_COLOR, "o"),
+}
+KINDS = {"rows": (OUR_COLOR, "-"), "expressions": ("#1e88e5", "--"), "products": ("#43a047", "-.")}
+
+
+def ours(contender: str) -> bool:
+    return contender.startswith(("cute_ops", "ours", "graph pass", "patch"))
 
 
 def training_steps(rows: list[Row]) -> Figure:
@@ -253,3 +279,129 @@ def build_time(rows: list[Row]) -> Figure:
     notes = [f"{float(r['seconds']):.0f} s, {float(r['megabytes']):.0f} MB" for r in last]
     title = f"seconds to build every kernel for {rows[-1]['targets']} on {rows[-1]['cores']} cores"
     return bars(names, [float(r["seconds"]) for r in last], notes, title)
+
+
+def dots(panel: Any, found: dict[str, dict[str, float]], styles: dict[str, tuple[str, str]]) -> None:
+    """A line for each label, the first one above, with a mark for each contender."""
+    labels = [*found][::-1]
+    for name, (color, marker) in styles.items():
+        marks = [(found[label][name], y) for y, label in enumerate(labels) if name in found[label]]
+        if marks:
+            size = 8 if name == "ours" else 6
+            panel.plot(*zip(*marks, strict=True), marker, color=color, label=name, markersize=size, alpha=0.85)
+    panel.set_yticks(range(len(labels)), labels, fontsize=9)
+    panel.set_ylim(-0.7, len(labels) - 0.3)
+    panel.grid()
+
+
+def model_speeds(rows: Iterable[Row]) -> dict[str, dict[str, float]]:
+    """By model and contender, torch.compile's milliseconds over its own."""
+    ms: dict[str, dict[str, float]] = {}
+    for r in rows:
+        if r["status"] == "ok":
+            ms.setdefault(r["model"], {})[r["contender"]] = float(r["ms"])
+    return {
+        model: {name: of[COMPILED] / each for name, each in of.items() if name != COMPILED}
+        for model, of in ms.items() if COMPILED in of
+    }  # fmt: skip
+
+
+def model_steps(rows: list[Row]) -> Figure:
+    """Speed of training steps over torch.compile's by model and contender."""
+    found = model_speeds(rows)
+    figure, (panel,) = new(WIDTH, 0.32 * len(found) + 1.5)
+    dots(panel, found, STEPS)
+    panel.axvline(1, color=TEXT, linewidth=1, linestyle="--", label=COMPILED)
+    panel.set_title(f"speed of a training step over torch.compile, one {rows[0]['gpu']}", fontsize=11, color=TEXT)
+    panel.set_xlim(left=0)
+    legend(figure, panel)
+    return figure
+
+
+def attended(row: Row) -> str:
+    """The shape of a row of attention.csv."""
+    heads = f"{row['heads']}/{row['kv_heads']} heads of {row['headdim']}"
+    return f"{row['batch']} x {row['seqlen']}, {heads}, {row['form']}"
+
+
+def attention(rows: list[Row]) -> Figure:
+    """TFLOPS by shape and contender, forward and backward, of shapes that another contender takes, too."""
+    found: dict[str, dict[str, dict[str, float]]] = {direction: {} for direction in TITLES.values()}
+    for r in sorted(rows, key=lambda r: (int(r["headdim"]), r["form"], int(r["batch"]) * int(r["seqlen"]) ** 2)):
+        if r["status"] == "ok":
+            found[r["direction"]].setdefault(attended(r), {})[r["contender"]] = float(r["tflops"])
+    found = {direction: {k: v for k, v in of.items() if v.keys() > {"ours"}} for direction, of in found.items()}
+    heights = [len(of) + 3 for of in found.values()]
+    figure, axes = new(WIDTH, 0.2 * sum(heights) + 0.8, len(found), heights)
+    for panel, (direction, of) in zip(axes, found.items(), strict=True):
+        dots(panel, of, ATTENTION)
+        panel.set_title(f"attention, {direction}: TFLOPS in bfloat16", fontsize=11, color=TEXT)
+        panel.set_xlim(left=0)
+    legend(figure, axes[0])
+    return figure
+
+
+def decoded(row: Row) -> str:
+    """The shape of a row of decode.csv."""
+    pages = f", pages of {row['page']}" if row["page"] != "0" else ""
+    queries = f", {row['queries']} queries" if row["queries"] != "1" else ""
+    return f"{row['batch']} x {row['keys']}, {row['heads']}/{row['kv_heads']} of {row['headdim']}{pages}{queries}"
+
+
+def decode(rows: list[Row]) -> Figure:
+    """Part of a copy's rate by shape and contender; chunks of a prompt, which are bound by products, are left out."""
+    found: dict[str, dict[str, float]] = {}
+    for r in rows:
+        if r["status"] == "ok" and r["of_copy"] and int(r["queries"]) <= MOST_QUERIES:
+            found.setdefault(decoded(r), {})[r["contender"]] = float(r["of_copy"])
+    figure, (panel,) = new(WIDTH, 0.24 * len(found) + 1.5)
+    dots(panel, found, CACHES)
+    panel.axvline(1, color=TEXT, linewidth=1, linestyle="--", label="copy")
+    panel.set_title("attention to caches: part of a copy's rate", fontsize=11, color=TEXT)
+    panel.set_xlim(left=0)
+    legend(figure, panel)
+    return figure
+
+
+MOST_QUERIES = 16
+
+
+def drawn_speeds(rows: Iterable[Row]) -> dict[str, list[float]]:
+    """By kind, the fastest other contender's time over ours at the last points of sample.csv, the least first. Those
+    before were of older kernels.
+    """
+    of_kind: dict[str, list[Row]] = {}
+    for r in rows:
+        of_kind.setdefault(r["kind"], []).append(r)
+    found = {kind: given(p.ahead_of_best() for p in points(of_kind.get(kind, ()))) for kind in KINDS}
+    return {kind: sorted(speeds[-LAST:]) for kind, speeds in found.items() if speeds}
+
+
+LAST = 100
+
+
+def sample(rows: list[Row]) -> Figure:
+    """Speed over the fastest other contender at drawn points, the least first."""
+    figure, (panel,) = new(WIDTH, 3.6)
+    for kind, speeds in drawn_speeds(rows).items():
+        color, line = KINDS[kind]
+        parts = [(k + 0.5) / len(speeds) for k in range(len(speeds))]
+        panel.plot(parts, speeds, line, color=color, linewidth=2, label=f"{kind}, {len(speeds)} points")
+    panel.axhline(1, color=TEXT, linewidth=1)
+    panel.axhspan(1 - BEHIND, 1 + BEHIND, color=TEXT, alpha=0.2, linewidth=0)
+    panel.set(xlim=(0, 1), yscale="log", xlabel="part of the drawn points", ylabel="speed over the fastest other")
+    ticks = (0.7, 1, 1.5, 2, 3, 5, 10)
+    panel.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    panel.set_yticks([], minor=True)
+    panel.set_ylim(top=12)  # some are 100 times as fast
+    panel.set_title(f"sizes that nobody picked, one {rows[0]['gpu']}; within 3% in grey", fontsize=11, color=TEXT)
+    panel.grid()
+    legend(figure, panel)
+    return figure
+
+
+# Of each CSV file that has a picture of its own.
+DRAWN: dict[str, Callable[[list[Row]], Figure]] = {
+    "llama_step": training_steps, "model_steps": model_steps, "attention": attention, "decode": decode,
+    "sample": sample, "startup": startup, "build_time": build_time,
+}  # fmt: skip

@@ -12,34 +12,26 @@ several GPUs. The README's ``headline`` comments get a sentence of the training 
 from __future__ import annotations
 
 import argparse
+import ast
 from collections.abc import Sequence
 from pathlib import Path
 
 import in_pages
 import pictures
 import several_gpus
-from common import markdown, read
-from pictures import STYLES, TITLES, Row, copy_rate, plain, shape, unique
-from summary import (
-    OURS,
-    OURS_JAX,
-    XLA,
-    Point,
-    behind,
-    given,
-    head,
-    head_kinds,
-    mean,
-    of_expressions,
-    optax,
-    overview,
-    points,
-)
+from common import ROOT, markdown, read
+from pictures import Row, ours, unique
+from summary import BEHIND, OURS, OURS_JAX, TITLES, XLA, Point, behind, given, mean, overview, points
+from tables import TABLES
 
 BEGIN, END = "<!-- figures: begin (made by benchmarks/plot.py) -->", "<!-- figures: end -->"
 HEADLINE = tuple(mark.replace("figures:", "headline:") for mark in (BEGIN, END))
 PICTURES = {
     "llama_step": "Tokens per second of a training step by library",
+    "model_steps": "Speed of training steps over torch.compile by model",
+    "attention": "TFLOPS of attention by shape and contender",
+    "decode": "Time of attention to caches, as a part of a copy's rate",
+    "sample": "Speed over the fastest other contender at drawn sizes",
     "overview": "Part of a large copy's GB/s by op and contender",
     "rates": "GB/s of every contender by shape",
     "roofline": "GB/s by the bytes of a problem",
@@ -48,122 +40,31 @@ PICTURES = {
 }
 
 
-PRODUCTS_IN_JAX = ("XLA", "ours (JAX)")
-
-
-def device_table(rows: list[Row]) -> str:
-    """GB/s by problem and contender."""
-    names = [n for n in STYLES if any(r["contender"] == n and r["status"] != "not available" for r in rows)]
-    problems: dict[str, dict[str, str]] = {}
-    for r in rows:
-        if r["op"] == "copy" or not plain(r):
-            continue
-        state = r["status"].partition(":")[0]
-        cell = {"ok": f"{float(r['gb_s'] or 0):.0f}", "not available": ""}.get(state, state)
-        problems.setdefault(f"{r['op']} {TITLES[r['direction']]} {shape(r)}", {})[r["contender"]] = cell
-    table = markdown(["GB/s", *names], ([p, *(cells.get(n, "") for n in names)] for p, cells in problems.items()))
-    return f"A large copy moves {copy_rate(rows):.0f} GB/s.\n\n{table}"
-
-
-def expression_table(rows: list[Row]) -> str:
-    return f"{of_expressions(points(rows))}\n\n{device_table(rows)}"
-
-
-def host_table(rows: list[Row]) -> str:
-    ok = [r for r in rows if r["status"] == "ok"]
-    cells = ([f"`{r['call']}`", r["grad"], f"{float(r['us']):.1f}"] for r in ok)
-    return markdown(["host time per call", "with grad", "us"], cells)
-
-
-def startup_table(rows: list[Row]) -> str:
-    ok = [r for r in rows if r["status"] == "ok"]
-    phases = unique(r["phase"] for r in ok)
-    by_key: dict[tuple[str, str], dict[str, str]] = {}
-    for r in ok:
-        by_key.setdefault((r["framework"], r["cache"]), {})[r["phase"]] = f"{float(r['ms']):.1f}"
-    cells = ([f"{f}, {c} cache", *(v.get(p, "") for p in phases)] for (f, c), v in by_key.items())
-    return markdown(["fresh process, ms", *phases], cells)
-
-
-def step_table(rows: list[Row]) -> str:
-    cells = ([r["contender"], f"{float(r['tokens_per_s']):,.0f}", r["ms"], r["peak_gb"], r["loss_first"]] for r in rows)
-    return markdown(["Llama-shaped training step", "tokens/s", "ms", "peak GB", "first loss"], cells)
-
-
-def floor_table(rows: list[Row]) -> str:
-    """Loops and contenders beside Liger in the same run, then the ways of each part."""
-    liger = {r["commit"]: float(r["ms"]) for r in rows if r["contender"] == "Liger"}
-    steps = [r for r in rows if r["part"] == "step"]
-    cells = (
-        [
-            r["contender"],
-            r["commit"],
-            r["ms"],
-            r["watts"],
-            r["mhz"],
-            r["joules"],
-            f"{liger[r['commit']] / float(r['ms']):.3f}",
-        ]
-        for r in steps
-    )
-    whole = markdown(["loop or contender", "commit", "ms", "W", "MHz", "J a step", "x Liger"], cells)
-    parts = [r for r in rows if r["part"] != "step"]
-    ways = unique(r["contender"] for r in parts)
-    ms = {(r["part"], r["contender"]): f"{r['ms']} ({r['tflops']})" if r["tflops"] else r["ms"] for r in parts}
-    lines = ([part, *(ms.get((part, way), "") for way in ways)] for part in unique(r["part"] for r in parts))
-    return f"{whole}\n\n{markdown(['all of a step, ms (TFLOPS)', *ways], lines)}"
-
-
-def fusion_table(rows: list[Row]) -> str:
-    by_graph: dict[str, dict[str, str]] = {}
-    for r in rows:
-        figure = f"{float(r['us']):.0f}" if r["status"] == "ok" and r["us"] else r["status"].partition(":")[0]
-        by_graph.setdefault(f"{r['graph']} {r['rows']}x{r['n']}", {})[r["contender"]] = figure
-    names = unique(r["contender"] for r in rows)
-    cells = ([f"`{graph}`", *(v.get(name, "") for name in names)] for graph, v in by_graph.items())
-    return markdown(["graph under max-autotune, us", *names], cells)
-
-
-def product_table(rows: list[Row]) -> str:
-    """Microseconds of each contender by product, the fastest of PyTorch's in bold; JAX's are beside one another."""
-    names = unique(r["contender"] for r in rows)
-    table: dict[tuple[str, ...], dict[str, Row]] = {}
-    for r in rows:
-        table.setdefault((r["op"], r["case"], f"{r['m']} x {r['n']} x {r['k']}"), {})[r["contender"]] = r
-    lines = []
-    for key, of in table.items():
-        us = {n: float(of[n]["us"]) for n in names if n in of and of[n]["us"]}
-        best = min((n for n in us if n not in PRODUCTS_IN_JAX), key=us.__getitem__)
-        cells = (f"{us[n]:.4g}" if n in us else "" for n in names)
-        lines.append((*key, *(f"**{c}**" if n == best else c for n, c in zip(names, cells, strict=True))))
-    return markdown(("op", "case", "m x n x k", *names), lines)
-
-
 def section(folder: Path) -> str:
-    """What was measured on what, then a folded table, per file that is there."""
+    """What was measured, when and on what, then a folded table, per file that is there."""
     parts = []
-    for name, title, make in (
-        ("device_time", "Device time", device_table),
-        ("expressions", "Expressions", expression_table),
-        ("llama_step", "Training step", step_table),
-        ("llama_floor", "Floor of the training step", floor_table),
-        ("optax_decoder", "Training step in JAX", optax),
-        ("linear_cross_entropy", "Loss of a linear head", head),
-        ("head_losses", "Preferences and distillation on a linear head", head_kinds),
-        ("host_time", "Host time", host_table),
-        ("linear", "Matrix products", product_table),
-        ("fusion", "Our kernels or Inductor's fusion", fusion_table),
-        ("startup", "Start-up", startup_table),
-    ):
+    for name, (title, make) in TABLES.items():
         path = folder / f"{name}.csv"
         if path.exists():
             rows = read(path)
-            first = rows[0]
-            machine = f"{first['gpu']}, driver {first['driver']}"
-            commits = unique(row["commit"] for row in rows)
-            source = f"{machine}; {first['versions']}; commit {', '.join(commits)}, {first['date']}"
-            parts.append(f"### {title}\n\n{source}.\n\n{folded('Table', make(rows))}")
+            links = f"[how](../{name}.py), `{name}.csv`, [notes](#{name}csv)"
+            versions, commits = ("; ".join(unique(row[c] for row in rows)) for c in ("versions", "commit"))
+            source = f"Driver {rows[0]['driver']}; {versions}. Commits: {commits}."
+            table = folded("Table", f"{make(rows)}\n\n{source}")
+            parts.append(f"### {title}\n\n{about(name)} {rows[0]['gpu']}, {dates(rows)}: {links}.\n\n{table}")
     return "\n\n".join(parts)
+
+
+def about(name: str) -> str:
+    """What a benchmark says that it measures: the first paragraph of its file."""
+    text = ast.get_docstring(ast.parse((ROOT / "benchmarks" / f"{name}.py").read_text(encoding="utf-8"))) or ""
+    return " ".join(text.partition("\n\n")[0].split()).replace("``", "`")
+
+
+def dates(rows: Sequence[Row]) -> str:
+    """From the first day to the last one."""
+    days = sorted({row["date"] for row in rows})
+    return " to ".join(dict.fromkeys((days[0], days[-1])))
 
 
 def folded(summary: str, body: str) -> str:
@@ -186,7 +87,9 @@ def figures(folder: Path) -> str:
     found = points(read(folder / "device_time.csv"))
     lines = [
         *device_lines(found),
+        *drawn_lines(folder),
         *step_lines(folder),
+        *attention_lines(folder),
         *head_lines(folder),
         *host_lines(folder),
         *startup_lines(folder),
@@ -212,19 +115,51 @@ def device_lines(found: Sequence[Point]) -> Lines:
     return lines
 
 
+def drawn_lines(folder: Path) -> Lines:
+    """What the points of sample.csv come to, which nobody picked."""
+    path = folder / "sample.csv"
+    kinds = pictures.drawn_speeds(read(path)) if path.exists() else {}
+    texts = []
+    for kind, speeds in kinds.items():
+        late = sum(speed < 1 - BEHIND for speed in speeds)
+        texts.append(f"{kind} {mean(speeds)} x, {late} of {len(speeds)} more than {BEHIND:.0%} behind")
+    return [("sizes drawn by a seed: speed over the fastest other", "; ".join(texts))] if texts else []
+
+
+def attention_lines(folder: Path) -> Lines:
+    """Speed over the fastest other contender of the same shape."""
+    path = folder / "attention.csv"
+    tflops: dict[tuple[str, str], dict[str, float]] = {}
+    for r in read(path) if path.exists() else ():
+        if r["status"] == "ok":
+            tflops.setdefault((r["direction"], pictures.attended(r)), {})[r["contender"]] = float(r["tflops"])
+    ratios: dict[str, list[float]] = {}
+    for (direction, _), of in tflops.items():
+        others = [value for name, value in of.items() if name != "ours"]
+        if "ours" in of and others:
+            ratios.setdefault(direction, []).append(of["ours"] / max(others))
+    texts = [f"{mean(ratios[d])} x {d} ({len(ratios[d])} shapes)" for d in TITLES.values() if d in ratios]
+    what = "attention: speed over the fastest of cuDNN, FlashAttention and FlexAttention"
+    return [(what, ", ".join(texts))] if texts else []
+
+
 def step_lines(folder: Path) -> Lines:
     lines = []
     steps = by(folder / "llama_step.csv", "contender")
     if {"Liger", "ours"} <= steps.keys():
-        ours, liger = steps["ours"], steps["Liger"]
-        ratio = float(ours["tokens_per_s"]) / float(liger["tokens_per_s"])
-        memory = f"{ours['peak_gb']} GB for {liger['peak_gb']}"
+        mine, liger = steps["ours"], steps["Liger"]
+        ratio = float(mine["tokens_per_s"]) / float(liger["tokens_per_s"])
+        memory = f"{mine['peak_gb']} GB for {liger['peak_gb']}"
         lines.append(("Llama-shaped training step in PyTorch", f"{ratio:.2f} x Liger's tokens/s, {memory}"))
+    models = pictures.model_speeds(read(path)) if (path := folder / "model_steps.csv").exists() else {}
+    if gains := [max(speed for name, speed in of.items() if ours(name)) for of in models.values()]:
+        text = f"{min(gains):.2f} to {max(gains):.2f} x torch.compile's, {mean(gains)} x in the mean"
+        lines.append((f"training steps of {len(gains)} other models, patched or by the graph pass", text))
     steps = by(folder / "optax_decoder.csv", "ops")
     if {"ours", "XLA"} <= steps.keys():
-        ours, xla = steps["ours"], steps["XLA"]
-        ratio = float(ours["tokens_per_s"]) / float(xla["tokens_per_s"])
-        memory = f"{ours['temporaries_gb']} GB of temporaries for {xla['temporaries_gb']}"
+        mine, xla = steps["ours"], steps["XLA"]
+        ratio = float(mine["tokens_per_s"]) / float(xla["tokens_per_s"])
+        memory = f"{mine['temporaries_gb']} GB of temporaries for {xla['temporaries_gb']}"
         lines.append(("decoder trained with optax in JAX", f"{ratio:.2f} x XLA's tokens/s, {memory}"))
     return lines
 

@@ -76,7 +76,8 @@ def points(rows: Iterable[dict[str, str]]) -> list[Point]:
             continue
         kinds = " ".join(f"{k}={row[c]}" for k, c in (("W", "weight"), ("R", "residual")) if row[c] != row["dtype"])
         words = (f"{row['rows']}x{row['n']}", row["dtype"], kinds, "" if row["layout"] == "flat" else row["layout"])
-        name = " ".join(word for word in (row["op"], TITLES[row["direction"]], *words) if word)
+        title = TITLES.get(row["direction"], row["direction"])
+        name = " ".join(word for word in (row["op"], title, *words) if word)
         point = found.setdefault(
             name, Point(name, row["op"], row["direction"], int(row["rows"]), int(row["bytes"]), {}, {}, {})
         )

@@ -352,21 +352,27 @@ def test_pictures_and_tables(tmp_path: Path) -> None:
         writer.writerow({"op": "copy", "contender": "copy", "status": "ok", "gb_s": 100, "gpu": "none"})
         shared = {"dtype": "bfloat16", "weight": "bfloat16", "residual": "bfloat16", "layout": "flat"}
         for op, direction, n in (("rmsnorm", "fwd", 64), ("rmsnorm", "bwd", 64), ("silu_mul", "fwd", 128)):
-            for name in plot.STYLES:
+            for name in pictures.STYLES:
                 row = {"op": op, "direction": direction, "rows": 8, "n": n, "contender": name, "bytes": 1 << 28}
                 status = "failed: E: no" if name == "quack" else "ok"
                 figures = {} if name == "quack" else {"us": 20, "gb_s": 90, "of_copy": 0.9}
                 writer.writerow(shared | row | figures | {"status": status, "gpu": "none"})
+    steps = "model,contender,ms,peak_gb,status,gpu,driver,versions,commit,date\n"
+    steps += "m,torch.compile,30,2,ok,g,d,v,c,2026-01-02\nm,ours,20,1,ok,g,d,v,c,2026-01-01\n"
+    (tmp_path / "model_steps.csv").write_text(steps)
     page, readme = tmp_path / "page.md", tmp_path / "README.md"
     for path in (page, readme):
         path.write_text(f"before\n{plot.BEGIN}\nold\n{plot.END}\nafter\n")
     plot.main([str(tmp_path), "--page", str(page), "--readme", str(readme)])
     drawn = {path.name: path.read_bytes() for path in tmp_path.glob("*.svg")}
-    assert set(drawn) == {"rates.svg", "overview.svg", "roofline.svg"} and all(b"<svg" in svg for svg in drawn.values())
+    assert {path.removesuffix(".svg") for path in drawn} == {"rates", "overview", "roofline", "model_steps"}
+    assert all(b"<svg" in svg for svg in drawn.values())
     plot.main([str(tmp_path)])
     assert drawn == {path.name: path.read_bytes() for path in tmp_path.glob("*.svg")}, "not the same bytes again"
     for path, line in (
         (page, "| rmsnorm forward 8x64 | 90 | 90 | failed | 90 | 90 | 90 | 90 |"),
+        (page, "| m | 30 (2) | 20 (1) | 1.50 x |"),
+        (page, "patched and not. g, 2026-01-01 to 2026-01-02: "),
         (readme, "| forward, 2 points of 128 MB and more | 0.900 of a copy's GB/s |"),
     ):
         text = path.read_text()
@@ -393,7 +399,9 @@ def test_pictures_can_be_read_in_light_and_dark() -> None:
     assert contrast("#000000", "#ffffff") == pytest.approx(21)
     for text, ground in pictures.THEMES.values():
         assert contrast(text, ground) >= 4.5
-        colors = [pictures.OUR_COLOR, pictures.OTHER_COLOR, *(color for color, _ in pictures.STYLES.values())]
+        styles = (pictures.STYLES, pictures.STEPS, pictures.ATTENTION, pictures.CACHES, pictures.KINDS)
+        marks = (color for each in styles for color, _ in each.values())
+        colors = [pictures.OUR_COLOR, pictures.OTHER_COLOR, *marks]
         assert min(contrast(color, ground) for color in colors) >= 3
     for path in (common.ROOT / "benchmarks/results").glob("*.svg"):
         svg = path.read_text(encoding="utf-8")

@@ -1,0 +1,159 @@
+"""The tables of plot.py's page, a function for each CSV file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from common import markdown
+from pictures import STYLES, TITLES, Row, attended, copy_rate, decoded, plain, shape, unique
+from summary import COMPILED, head, head_kinds, of_expressions, optax, points
+
+PRODUCTS_IN_JAX = ("XLA", "ours (JAX)")
+NOT_COMPARED = ("copy", "ours, float8", "ours, JAX", "ours, no cache")  # of other bytes, or by another clock
+
+
+def device_table(rows: list[Row]) -> str:
+    """GB/s by problem and contender."""
+    names = [n for n in STYLES if any(r["contender"] == n and r["status"] != "not available" for r in rows)]
+    problems: dict[str, dict[str, str]] = {}
+    for r in rows:
+        if r["op"] == "copy" or not plain(r):
+            continue
+        state = r["status"].partition(":")[0]
+        cell = {"ok": f"{float(r['gb_s'] or 0):.0f}", "not available": ""}.get(state, state)
+        problems.setdefault(f"{r['op']} {TITLES[r['direction']]} {shape(r)}", {})[r["contender"]] = cell
+    table = markdown(["GB/s", *names], ([p, *(cells.get(n, "") for n in names)] for p, cells in problems.items()))
+    return f"A large copy moves {copy_rate(rows):.0f} GB/s.\n\n{table}"
+
+
+def expression_table(rows: list[Row]) -> str:
+    return f"{of_expressions(points(rows))}\n\n{device_table(rows)}"
+
+
+def host_table(rows: list[Row]) -> str:
+    ok = [r for r in rows if r["status"] == "ok"]
+    cells = ([f"`{r['call']}`", r["grad"], f"{float(r['us']):.1f}"] for r in ok)
+    return markdown(["host time per call", "with grad", "us"], cells)
+
+
+def startup_table(rows: list[Row]) -> str:
+    ok = [r for r in rows if r["status"] == "ok"]
+    phases = unique(r["phase"] for r in ok)
+    by_key: dict[tuple[str, str], dict[str, str]] = {}
+    for r in ok:
+        by_key.setdefault((r["framework"], r["cache"]), {})[r["phase"]] = f"{float(r['ms']):.1f}"
+    cells = ([f"{f}, {c} cache", *(v.get(p, "") for p in phases)] for (f, c), v in by_key.items())
+    return markdown(["fresh process, ms", *phases], cells)
+
+
+def step_table(rows: list[Row]) -> str:
+    cells = ([r["contender"], f"{float(r['tokens_per_s']):,.0f}", r["ms"], r["peak_gb"], r["loss_first"]] for r in rows)
+    return markdown(["Llama-shaped training step", "tokens/s", "ms", "peak GB", "first loss"], cells)
+
+
+def floor_table(rows: list[Row]) -> str:
+    """Loops and contenders beside Liger in the same run, then the ways of each part."""
+    liger = {r["commit"]: float(r["ms"]) for r in rows if r["contender"] == "Liger"}
+    steps = [r for r in rows if r["part"] == "step"]
+    columns = ("contender", "commit", "ms", "watts", "mhz", "joules")
+    cells = ([*(r[c] for c in columns), f"{liger[r['commit']] / float(r['ms']):.3f}"] for r in steps)
+    whole = markdown(["loop or contender", "commit", "ms", "W", "MHz", "J a step", "x Liger"], cells)
+    parts = [r for r in rows if r["part"] != "step"]
+    ways = unique(r["contender"] for r in parts)
+    ms = {(r["part"], r["contender"]): f"{r['ms']} ({r['tflops']})" if r["tflops"] else r["ms"] for r in parts}
+    lines = ([part, *(ms.get((part, way), "") for way in ways)] for part in unique(r["part"] for r in parts))
+    return f"{whole}\n\n{markdown(['all of a step, ms (TFLOPS)', *ways], lines)}"
+
+
+def fusion_table(rows: list[Row]) -> str:
+    by_graph: dict[str, dict[str, str]] = {}
+    for r in rows:
+        figure = f"{float(r['us']):.0f}" if r["status"] == "ok" and r["us"] else r["status"].partition(":")[0]
+        by_graph.setdefault(f"{r['graph']} {r['rows']}x{r['n']}", {})[r["contender"]] = figure
+    names = unique(r["contender"] for r in rows)
+    cells = ([f"`{graph}`", *(v.get(name, "") for name in names)] for graph, v in by_graph.items())
+    return markdown(["graph under max-autotune, us", *names], cells)
+
+
+def product_table(rows: list[Row]) -> str:
+    """Microseconds of each contender by product, the fastest of PyTorch's in bold; JAX's are beside one another."""
+    names = unique(r["contender"] for r in rows)
+    table: dict[tuple[str, ...], dict[str, Row]] = {}
+    for r in rows:
+        table.setdefault((r["op"], r["case"], f"{r['m']} x {r['n']} x {r['k']}"), {})[r["contender"]] = r
+    lines = []
+    for key, of in table.items():
+        us = {n: float(of[n]["us"]) for n in names if n in of and of[n]["us"]}
+        best = min((n for n in us if n not in PRODUCTS_IN_JAX), key=us.__getitem__)
+        cells = (f"{us[n]:.4g}" if n in us else "" for n in names)
+        lines.append((*key, *(f"**{c}**" if n == best else c for n, c in zip(names, cells, strict=True))))
+    return markdown(("op", "case", "m x n x k", *names), lines)
+
+
+def model_table(rows: list[Row]) -> str:
+    """Milliseconds and peak memory of a step by model and contender, and the fastest of ours over torch.compile."""
+    names, models = unique(r["contender"] for r in rows), unique(r["model"] for r in rows)
+    ok = {(r["model"], r["contender"]): r for r in rows if r["status"] == "ok"}
+    lines = []
+    for model in models:
+        of = {n: ok[model, n] for n in names if (model, n) in ok}
+        ours = [float(r["ms"]) for n, r in of.items() if n.startswith(("ours", "graph pass"))]
+        speed = f"{float(of[COMPILED]['ms']) / min(ours):.2f} x" if COMPILED in of and ours else ""
+        lines.append((model, *(f"{of[n]['ms']} ({of[n]['peak_gb']})" if n in of else "" for n in names), speed))
+    return markdown(["ms of a step (peak GB)", *names, "best of ours over torch.compile"], lines)
+
+
+def attention_table(rows: list[Row]) -> str:
+    """TFLOPS by shape and contender, the fastest in bold."""
+    return by_shape("TFLOPS", rows, lambda r: f"{r['direction']} {attended(r)}", lambda r: float(r["tflops"] or 0))
+
+
+def decode_table(rows: list[Row]) -> str:
+    """Microseconds by shape and contender, the fastest in bold."""
+    return by_shape("us", rows, decoded, lambda r: -float(r["us"] or 0))
+
+
+def by_shape(unit: str, rows: Iterable[Row], label: Callable[[Row], str], worth: Callable[[Row], float]) -> str:
+    """A line for each shape with a column for each contender, of which the last row counts; the best in bold."""
+    ok = [r for r in rows if r["status"] == "ok"]
+    names = unique(r["contender"] for r in ok)
+    found: dict[str, dict[str, float]] = {}
+    for r in ok:
+        found.setdefault(label(r), {})[r["contender"]] = worth(r)
+    lines = []
+    for line, of in found.items():
+        best = max((n for n in of if n not in NOT_COMPARED), key=of.__getitem__, default="")
+        cells = (f"{abs(of[n]):.4g}" if n in of else "" for n in names)
+        lines.append((line, *(f"**{c}**" if n == best else c for n, c in zip(names, cells, strict=True))))
+    return markdown([unit, *names], lines)
+
+
+def fuse_table(rows: list[Row]) -> str:
+    """Steps of JAX models through ``fuse`` beside XLA's."""
+    ms = {(r["model"], r["contender"]): float(r["ms"]) for r in rows}
+    lines = (
+        [r["model"], r["contender"], r["ms"], r["temporaries_gb"], r["compile_s"],
+         f"{ms[r['model'], 'XLA'] / float(r['ms']):.2f}"]
+        for r in rows
+    )  # fmt: skip
+    return markdown(["training step in JAX", "by", "ms", "GB of temporaries", "s to compile", "x XLA"], lines)
+
+
+# Of each CSV file: its title, and its table.
+TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
+    "device_time": ("Device time", device_table),
+    "expressions": ("Expressions", expression_table),
+    "attention": ("Attention", attention_table),
+    "decode": ("Attention to caches", decode_table),
+    "llama_step": ("Training step", step_table),
+    "llama_floor": ("Floor of the training step", floor_table),
+    "model_steps": ("Training steps of other models", model_table),
+    "optax_decoder": ("Training step in JAX", optax),
+    "fuse_step": ("Untouched models in JAX", fuse_table),
+    "linear_cross_entropy": ("Loss of a linear head", head),
+    "head_losses": ("Preferences and distillation on a linear head", head_kinds),
+    "host_time": ("Host time", host_table),
+    "linear": ("Matrix products", product_table),
+    "fusion": ("Our kernels or Inductor's fusion", fusion_table),
+    "startup": ("Start-up", startup_table),
+}
