@@ -64,10 +64,13 @@ def in_torch(attrs: Mapping[str, Any]) -> Calls:
         wide = x.float()
         return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + L2_EPS)).to(x.dtype)
 
-    def rotated(x: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        c, s = (table[positions][..., None, :].float() for table in (cos, sin))
+    def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        c, s = (table[..., None, :].float() for table in (cos, sin))
         a, b = x[..., : cos.shape[-1]].float(), x[..., cos.shape[-1] :].float()
-        return torch.cat([a * c - b * s, b * c + a * s], -1).to(x.dtype)
+        return torch.cat([a * c - b * s, b * c + a * s], -1)
+
+    def rope_at(x: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        return rotated(x, cos[positions], sin[positions]).to(x.dtype)
 
     def divergences(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
         q, p = student.float().log_softmax(-1), teacher.float().log_softmax(-1)
@@ -109,9 +112,7 @@ def in_torch(attrs: Mapping[str, Any]) -> Calls:
 
     def rope_packed(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         heads = attrs.get("heads", 0) or x.shape[-2]
-        c, s = (table[..., None, :].float() for table in (cos, sin))
-        a, b = x[..., :heads, : cos.shape[-1]].float(), x[..., :heads, cos.shape[-1] :].float()
-        return torch.cat([torch.cat([a * c - b * s, b * c + a * s], -1).to(x.dtype), x[..., heads:, :]], -2)
+        return torch.cat([rotated(x[..., :heads, :], cos, sin).to(x.dtype), x[..., heads:, :]], -2)
 
     def convolved(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         width = weight.shape[-1]
@@ -119,9 +120,7 @@ def in_torch(attrs: Mapping[str, Any]) -> Calls:
         return F.silu(out) if attrs.get("activation") == "silu" else out
 
     def rope_fp8(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        c, s = (table[..., None, :].float() for table in (cos, sin))
-        a, b = x[..., : cos.shape[-1]].float(), x[..., cos.shape[-1] :].float()
-        return scaled(torch.cat([a * c - b * s, b * c + a * s], -1), scale)
+        return scaled(rotated(x, cos, sin), scale)
 
     def scaled(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         return (x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
@@ -132,7 +131,7 @@ def in_torch(attrs: Mapping[str, Any]) -> Calls:
         "causal_conv1d_channels_first": convolved, "scaled_fp8": scaled, "rope_fp8": rope_fp8,
         "cross_entropy_of_slice": of_slice,
         "topk": largest, "route": routed, "permute_tokens": permuted, "unpermute_tokens": unpermuted, "l2norm": unit,
-        "rope_at": rotated, "divergence": divergences, "soft_cross_entropy": soft, "cross_entropy_metrics": metrics,
+        "rope_at": rope_at, "divergence": divergences, "soft_cross_entropy": soft, "cross_entropy_metrics": metrics,
     }  # fmt: skip
 
 
