@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import datetime
 import functools
@@ -11,7 +12,7 @@ import re
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +25,15 @@ PACKAGES = (
 
 # JAX shares the GPU with PyTorch: it must not take most of its memory at the start.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+
+def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None, gpu: bool) -> argparse.Namespace:
+    """A benchmark's options, with ``--cpu-smoke``; without that it ends where there is no GPU."""
+    parser.add_argument("--cpu-smoke", action="store_true", help="tiny sizes on the CPU: checks this file only")
+    options = parser.parse_args(arguments)
+    if not (options.cpu_smoke or gpu):
+        parser.error("no GPU here; --cpu-smoke checks the code paths")
+    return options
 
 
 class Spread(NamedTuple):

@@ -36,7 +36,7 @@ from typing import Any
 import contenders
 import prewarm
 import torch
-from common import Table, environment, first_line, read, spread
+from common import Table, environment, first_line, parse, read, spread
 from formulas import FUNCTIONS
 from problems import BY_NAME, DIRECTIONS, Buffers, Problem, by_importance, grid, set_count, smoke
 from rich.console import Console
@@ -409,13 +409,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--compile-seconds", type=float, default=math.inf, help="compile ahead no longer than this")
     parser.add_argument("--compile-only", action="store_true", help="compile ahead and end")
     parser.add_argument("--quick", action="store_true", help="few shapes, few rounds")
-    parser.add_argument("--cpu-smoke", action="store_true", help="tiny shapes on the CPU: checks this file only")
-    options = parser.parse_args(arguments)
+    options = parse(parser, arguments, torch.cuda.is_available())
 
     begin = time.perf_counter()
     console = Console(width=200, highlight=False)
-    if not options.cpu_smoke and not torch.cuda.is_available():
-        parser.error("no GPU here; --cpu-smoke checks the code paths")
     prewarm.share_caches()
     functorch_config.donated_buffer = False  # a compiled backward is called more than once
     device = torch.device("cpu" if options.cpu_smoke else "cuda")

@@ -26,7 +26,7 @@ import contenders
 import device_time
 import prewarm
 import torch
-from common import Table, first_line, read
+from common import Table, first_line, parse, read
 from formulas import FUNCTIONS
 from problems import Problem, smoke
 from rich.console import Console
@@ -102,13 +102,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=15, help="the most samples per contender")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="start no further problem after this long")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes that compile; 0: none")
-    parser.add_argument("--cpu-smoke", action="store_true", help="tiny shapes on the CPU: checks this file only")
-    options = parser.parse_args(arguments)
+    options = parse(parser, arguments, torch.cuda.is_available())
 
     begin = time.perf_counter()
     console = Console(width=200, highlight=False)
-    if not options.cpu_smoke and not torch.cuda.is_available():
-        parser.error("no GPU here; --cpu-smoke checks the code paths")
     prewarm.share_caches()
     functorch_config.donated_buffer = False  # a compiled backward is called more than once
     whole = grid(options.contenders)

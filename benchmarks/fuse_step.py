@@ -35,7 +35,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from common import Table, read, spread
+from common import Table, parse, read, spread
 from decoder import MODELS, PARTS, Decoder, small
 from flax import nnx
 from rich.console import Console
@@ -289,10 +289,7 @@ def main(arguments: list[str] | None = None) -> Mapping[str, float]:
     parser.add_argument("--compile", action="store_true", help="compile only, and print the seconds and kernels of it")
     parser.add_argument("--append", action="store_true", help="keep the rows of an earlier run")
     parser.add_argument("--profile", action="store_true", help="then the kernels that take longest")
-    parser.add_argument("--cpu-smoke", action="store_true", help="tiny models on the CPU: checks this file only")
-    options = parser.parse_args(arguments)
-    if not options.cpu_smoke and jax.default_backend() != "gpu":
-        parser.error("no GPU here; --cpu-smoke checks the code paths")
+    options = parse(parser, arguments, jax.default_backend() == "gpu")
     if options.compile:
         makers, sizes = contenders(options.models[0], options.cpu_smoke)
         run = Run(*makers[options.contenders[0]](), batches(sizes)[0])

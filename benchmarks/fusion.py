@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch._inductor.config
 import torch.nn.functional as F
-from common import Table, first_line, spread
+from common import Table, first_line, parse, spread
 from rich.console import Console
 from rich.table import Table as View
 
@@ -171,10 +171,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=9, help="samples per contender")
     parser.add_argument("--graphs", nargs="*", type=int, default=range(len(GRAPHS)), help="numbers of graphs, from 0")
     parser.add_argument("--append", action="store_true", help="add to the file")
-    parser.add_argument("--cpu-smoke", action="store_true", help="small tensors on the CPU: checks this file only")
-    options = parser.parse_args(arguments)
-    if not options.cpu_smoke and not torch.cuda.is_available():
-        parser.error("no GPU here; --cpu-smoke checks the code paths")
+    options = parse(parser, arguments, torch.cuda.is_available())
     table = Table(options.out / "fusion.csv", COLUMNS, options.append)
     view = View("graph", *CONTENDERS, title="us per call, bfloat16")
     for index in options.graphs:

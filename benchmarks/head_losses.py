@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from common import Table, read
+from common import Table, parse, read
 from linear_cross_entropy import Run, in_turns
 from rich.console import Console
 
@@ -121,10 +121,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=7, help="samples of each")
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
     parser.add_argument("--contenders", nargs="+", default=[OURS, LIGER], choices=[OURS, LIGER])
-    parser.add_argument("--cpu-smoke", action="store_true", help="a tiny shape on the CPU: checks this file only")
-    options = parser.parse_args(arguments)
-    if not options.cpu_smoke and not torch.cuda.is_available():
-        parser.error("no GPU here; --cpu-smoke checks the code paths")
+    options = parse(parser, arguments, torch.cuda.is_available())
     device = torch.device("cpu" if options.cpu_smoke else "cuda")
     path = options.out / "head_losses.csv"
     table = Table(path, COLUMNS)

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import torch
 import torch._inductor.config
 import torch.nn.functional as F
-from common import Table, first_line, spread
+from common import Table, first_line, parse, spread
 from contenders import EPS
 from rich.console import Console
 from rich.table import Table as View
@@ -66,6 +66,9 @@ class Chain(NamedTuple):
     def of(cls, chain: Callable[[int], Call], finished: bool = False) -> Chain:
         short, long = CHAINS
         return cls(chain(short), chain(long), long - short, chain(2), finished)
+
+
+Maker = Callable[[], Call | Chain]
 
 
 def compiled_alone(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -107,7 +110,7 @@ def apart_in_graph(op: Callable[..., Any], x: torch.Tensor, weight: torch.Tensor
     return Chain.of(calls)
 
 
-def composites(device: torch.device, grad: bool) -> dict[str, Callable[[], Call]]:
+def composites(device: torch.device, grad: bool) -> dict[str, Maker]:
     """Composites, their parts one by one, and torch's functions; where a gradient is wanted, backward included."""
     n, heads, columns = 512, 3, 64
 
@@ -199,16 +202,19 @@ def composites(device: torch.device, grad: bool) -> dict[str, Callable[[], Call]
     return {f"cute_ops_torch.{name}{kind}": entry(make, name) for name in COMPOSITES for kind, make in kinds.items()}
 
 
-def torch_entries(device: torch.device, grad: bool) -> dict[str, Callable[[], Call | Chain]]:
+def torch_entries(device: torch.device, grad: bool) -> dict[str, Maker]:
     """Makers of calls by name; a maker may raise where its package is missing."""
-    x = torch.randn(SHAPE, device=device, dtype=torch.bfloat16).requires_grad_(grad)
-    weight = torch.nn.Parameter(torch.randn(SHAPE[-1], device=device, dtype=torch.bfloat16), grad)  # as in a model
+    only_forward = {} if grad else kernels_alone(device) | in_graphs(device)
+    return only_forward | composites(device, grad) | norms(device, grad) | products(device, grad)
 
-    residual = torch.randn_like(x)
-    # So few that `fused="auto"` takes the framework's product, forward and backward.
-    rows = torch.randn(128, SHAPE[-1], device=device, dtype=torch.bfloat16).requires_grad_(grad)
-    matrix = torch.nn.Parameter(torch.randn(SHAPE[-1], SHAPE[-1], device=device, dtype=torch.bfloat16), grad)
-    bias = torch.nn.Parameter(torch.randn(SHAPE[-1], device=device, dtype=torch.bfloat16), grad)
+
+def random_tensor(device: torch.device, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, device=device, dtype=torch.bfloat16)
+
+
+def kernels_alone(device: torch.device) -> dict[str, Maker]:
+    """What a call takes at least: the compiled function with its output there, an allocation, a kernel of Triton."""
+    x, residual, weight = random_tensor(device, *SHAPE), random_tensor(device, *SHAPE), random_tensor(device, SHAPE[-1])
 
     def into(name: str, *tensors: torch.Tensor | None) -> Callable[..., None]:
         from cute_ops.ops import OPS
@@ -230,6 +236,68 @@ def torch_entries(device: torch.device, grad: bool) -> dict[str, Callable[[], Ca
         new = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}")
         return lambda: new(SHAPE, (SHAPE[-1], 1), torch.bfloat16)
 
+    def user_kernel() -> Call:
+        from triton_rmsnorm import rmsnorm
+
+        return lambda: rmsnorm(x, weight, EPS)
+
+    return {
+        "the compiled function alone": alone,
+        "the compiled function alone: add_rmsnorm": alone_with_two_outputs,
+        "an output's allocation, as in a graph": allocation,
+        "Triton kernel": user_kernel,
+    }
+
+
+def in_graphs(device: torch.device) -> dict[str, Maker]:
+    """What one more op of a compiled graph takes."""
+    x, residual = random_tensor(device, *SHAPE), random_tensor(device, *SHAPE)
+    weight = torch.nn.Parameter(random_tensor(device, SHAPE[-1]), False)  # as in a model
+
+    def of_ours() -> Chain:
+        from cute_ops_torch import rmsnorm
+
+        return in_graph(lambda x, weight: rmsnorm(x, weight, eps=EPS), x, weight)
+
+    def of_two_outputs() -> Chain:
+        from cute_ops_torch import add_rmsnorm
+
+        # Both are read, as in a model: one that nobody reads would be allocated for the kernel in every call.
+        return in_graph(lambda both, weight: add_rmsnorm(*both, weight, eps=EPS), (x, residual), weight)
+
+    def of_user_kernel() -> Chain:
+        from triton_rmsnorm import rmsnorm
+
+        return in_graph(lambda x, weight: rmsnorm(x, weight, EPS), x, weight)
+
+    def of_quack() -> Chain:
+        from quack import rmsnorm
+
+        return in_graph(lambda x, weight: rmsnorm(x, weight, eps=EPS), x, weight)
+
+    def of_rms_norm() -> Chain:
+        return apart_in_graph(lambda x, weight: F.rms_norm(x, x.shape[-1:], weight, EPS), x, weight)
+
+    def of_liger() -> Chain:
+        from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+
+        return in_graph(lambda x, w: LigerRMSNormFunction.apply(x, w, EPS, 0.0, "llama", False), x, weight)
+
+    return {
+        "in a graph: cute_ops_torch.rmsnorm": of_ours,
+        "in a graph: cute_ops_torch.add_rmsnorm": of_two_outputs,
+        "in a graph: Triton kernel": of_user_kernel,
+        "in a graph: quack.rmsnorm": of_quack,
+        "in a graph: Liger RMSNorm": of_liger,
+        "in a graph: F.rms_norm": of_rms_norm,
+    }
+
+
+def norms(device: torch.device, grad: bool) -> dict[str, Maker]:
+    """RMS norms called by themselves, ours and the others'."""
+    x = random_tensor(device, *SHAPE).requires_grad_(grad)
+    weight = torch.nn.Parameter(random_tensor(device, SHAPE[-1]), grad)  # as in a model
+
     def raw() -> Call:
         import cute_ops_torch  # noqa: F401 (registers the op)
 
@@ -246,24 +314,6 @@ def torch_entries(device: torch.device, grad: bool) -> dict[str, Callable[[], Ca
 
         norm = RMSNorm(SHAPE[-1], EPS, device=device, dtype=torch.bfloat16).requires_grad_(grad)
         return lambda: norm(x)
-
-    def linear(fused: str) -> Callable[[], Call]:
-        def make() -> Call:
-            from cute_ops_torch import linear
-
-            return lambda: linear(rows, matrix, fused=fused)
-
-        return make
-
-    def linear_with_bias() -> Call:
-        from cute_ops_torch import linear
-
-        return lambda: linear(rows, matrix, bias, epilogue="bias")
-
-    def linear_gelu() -> Call:
-        from cute_ops_torch import linear_gelu
-
-        return lambda: linear_gelu(rows, matrix, bias)
 
     def own_module() -> Call:
         norm = torch.nn.RMSNorm(SHAPE[-1], EPS, device=device, dtype=torch.bfloat16).requires_grad_(grad)
@@ -289,82 +339,60 @@ def torch_entries(device: torch.device, grad: bool) -> dict[str, Callable[[], Ca
 
         return lambda: LigerRMSNormFunction.apply(x, weight, EPS, 0.0, "llama", False)
 
-    def user_kernel() -> Call:
-        from triton_rmsnorm import rmsnorm
-
-        return lambda: rmsnorm(x, weight, EPS)
-
-    def graph_of_ours() -> Chain:
-        from cute_ops_torch import rmsnorm
-
-        return in_graph(lambda x, weight: rmsnorm(x, weight, eps=EPS), x, weight)
-
-    def graph_of_two_outputs() -> Chain:
-        from cute_ops_torch import add_rmsnorm
-
-        # Both are read, as in a model: one that nobody reads would be allocated for the kernel in every call.
-        return in_graph(lambda both, weight: add_rmsnorm(*both, weight, eps=EPS), (x, residual), weight)
-
-    def graph_of_user_kernel() -> Chain:
-        from triton_rmsnorm import rmsnorm
-
-        return in_graph(lambda x, weight: rmsnorm(x, weight, EPS), x, weight)
-
-    def graph_of_quack() -> Chain:
-        from quack import rmsnorm
-
-        return in_graph(lambda x, weight: rmsnorm(x, weight, eps=EPS), x, weight)
-
-    def graph_of_rms_norm() -> Chain:
-        return apart_in_graph(lambda x, weight: F.rms_norm(x, x.shape[-1:], weight, EPS), x, weight)
-
-    def graph_of_liger() -> Chain:
-        from liger_kernel.ops.rms_norm import LigerRMSNormFunction
-
-        return in_graph(lambda x, w: LigerRMSNormFunction.apply(x, w, EPS, 0.0, "llama", False), x, weight)
-
-    only_forward: dict[str, Callable[[], Call | Chain]] = {
-        "the compiled function alone": alone,
-        "the compiled function alone: add_rmsnorm": alone_with_two_outputs,
-        "an output's allocation, as in a graph": allocation,
-        "Triton kernel": user_kernel,
-        "in a graph: cute_ops_torch.rmsnorm": graph_of_ours,
-        "in a graph: cute_ops_torch.add_rmsnorm": graph_of_two_outputs,
-        "in a graph: Triton kernel": graph_of_user_kernel,
-        "in a graph: quack.rmsnorm": graph_of_quack,
-        "in a graph: Liger RMSNorm": graph_of_liger,
-        "in a graph: F.rms_norm": graph_of_rms_norm,
+    return {
+        "torch.add": lambda: lambda: torch.add(x, x),
+        YARDSTICK: lambda: lambda: F.rms_norm(x, x.shape[-1:], weight, EPS),
+        "torch.nn.RMSNorm": own_module,
+        "torch.ops.cute.rmsnorm": raw,
+        "cute_ops_torch.rmsnorm": front,
+        "cute_ops_torch.nn.RMSNorm": module,
+        "torch.compile of F.rms_norm": own_compiled,
+        "torch.compile of cute_ops_torch.rmsnorm": compiled,
+        "quack.rmsnorm": quack,
+        "Liger RMSNorm": liger,
     }
-    return (
-        ({} if grad else only_forward)
-        | composites(device, grad)
-        | {
-            "torch.add": lambda: lambda: torch.add(x, x),
-            YARDSTICK: lambda: lambda: F.rms_norm(x, x.shape[-1:], weight, EPS),
-            "torch.nn.RMSNorm": own_module,
-            "torch.ops.cute.rmsnorm": raw,
-            "cute_ops_torch.rmsnorm": front,
-            "cute_ops_torch.nn.RMSNorm": module,
-            "torch.compile of F.rms_norm": own_compiled,
-            "torch.compile of cute_ops_torch.rmsnorm": compiled,
-            "quack.rmsnorm": quack,
-            "Liger RMSNorm": liger,
-            "F.linear": lambda: lambda: F.linear(rows, matrix),
-            "cute_ops_torch.linear": linear("auto"),
-            'cute_ops_torch.linear, fused="always"': linear("always"),
-            "F.linear, with a bias": lambda: lambda: F.linear(rows, matrix, bias),
-            "cute_ops_torch.linear, with a bias": linear_with_bias,
-            "F.gelu of F.linear": lambda: lambda: F.gelu(F.linear(rows, matrix, bias)),
-            "cute_ops_torch.linear_gelu": linear_gelu,
-        }
-    )
+
+
+def products(device: torch.device, grad: bool) -> dict[str, Maker]:
+    """Linear layers of so few rows that ``fused="auto"`` takes the framework's product, forward and backward."""
+    rows = random_tensor(device, 128, SHAPE[-1]).requires_grad_(grad)
+    matrix = torch.nn.Parameter(random_tensor(device, SHAPE[-1], SHAPE[-1]), grad)
+    bias = torch.nn.Parameter(random_tensor(device, SHAPE[-1]), grad)
+
+    def linear(fused: str) -> Callable[[], Call]:
+        def make() -> Call:
+            from cute_ops_torch import linear
+
+            return lambda: linear(rows, matrix, fused=fused)
+
+        return make
+
+    def linear_with_bias() -> Call:
+        from cute_ops_torch import linear
+
+        return lambda: linear(rows, matrix, bias, epilogue="bias")
+
+    def linear_gelu() -> Call:
+        from cute_ops_torch import linear_gelu
+
+        return lambda: linear_gelu(rows, matrix, bias)
+
+    return {
+        "F.linear": lambda: lambda: F.linear(rows, matrix),
+        "cute_ops_torch.linear": linear("auto"),
+        'cute_ops_torch.linear, fused="always"': linear("always"),
+        "F.linear, with a bias": lambda: lambda: F.linear(rows, matrix, bias),
+        "cute_ops_torch.linear, with a bias": linear_with_bias,
+        "F.gelu of F.linear": lambda: lambda: F.gelu(F.linear(rows, matrix, bias)),
+        "cute_ops_torch.linear_gelu": linear_gelu,
+    }
 
 
 # XLA makes command buffers of at least so many operations.
 LAUNCHED = {"xla_gpu_graph_min_graph_size": 1_000_000}
 
 
-def jax_entries() -> dict[str, Callable[[], Call | Chain]]:
+def jax_entries() -> dict[str, Maker]:
     import jax
     import jax.numpy as jnp
 
@@ -538,7 +566,7 @@ def measure(table: Table, device: torch.device, rounds: int, calls: int, only: s
         groups.append(("no", jax_entries() | jax_composites(), wait_jax))
     except ImportError:
         console.print("JAX is not installed")
-    entries: dict[tuple[str, str], tuple[Callable[[], Call | Chain], Callable[[Any], None]]] = {
+    entries: dict[tuple[str, str], tuple[Maker, Callable[[Any], None]]] = {
         (name, grad): (make, wait)
         for grad, makers, wait in groups
         for name, make in makers.items()
@@ -597,12 +625,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("out/benchmarks"), help="folder for host_time.csv")
     parser.add_argument("--rounds", type=int, default=25, help="samples per entry")
-    parser.add_argument("--cpu-smoke", action="store_true", help="few calls on the CPU: checks this file only")
     parser.add_argument("--only", default="", help="regular expression of names; the yardstick is always there")
-    options = parser.parse_args(arguments)
+    options = parse(parser, arguments, torch.cuda.is_available())
     console = Console(width=110)
-    if not options.cpu_smoke and not torch.cuda.is_available():
-        parser.error("no GPU here; --cpu-smoke checks the code paths")
     device = torch.device("cpu" if options.cpu_smoke else "cuda")
     rounds, calls = (3, 5) if options.cpu_smoke else (options.rounds, CALLS)
     table = Table(options.out / "host_time.csv", COLUMNS)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from common import Table, first_line, read, spread
+from common import Table, first_line, parse, read, spread
 from rich.console import Console
 from rich.table import Table as View
 
@@ -190,10 +190,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("out/benchmarks"), help="folder for linear_cross_entropy.csv")
     parser.add_argument("--rounds", type=int, default=15, help="samples of each")
     parser.add_argument("--contenders", nargs="+", default=list(contenders()), choices=list(contenders()))
-    parser.add_argument("--cpu-smoke", action="store_true", help="a tiny shape on the CPU: checks this file only")
-    options = parser.parse_args(arguments)
-    if not options.cpu_smoke and not torch.cuda.is_available():
-        parser.error("no GPU here; --cpu-smoke checks the code paths")
+    options = parse(parser, arguments, torch.cuda.is_available())
     device = torch.device("cpu" if options.cpu_smoke else "cuda")
     path = options.out / "linear_cross_entropy.csv"
     table = Table(path, COLUMNS)

@@ -36,7 +36,7 @@ import linear
 import llama_step
 import torch
 import torch.nn.functional as F
-from common import Spread, Table, spread
+from common import Spread, Table, parse, spread
 from linear import CUBLAS, OURS, Call, Tensors
 from llama_step import CONTENDERS, Steps, Trainer, Worker, in_drawn_order
 from rich.console import Console
@@ -256,10 +256,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=20, help="steps of one turn")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each")
     parser.add_argument("--warm", action="store_true", help="start all at once: what they compile is in caches")
-    parser.add_argument("--cpu-smoke", action="store_true", help="a tiny model on the CPU: checks this file only")
-    options = parser.parse_args(arguments)
-    if not options.cpu_smoke and not torch.cuda.is_available():
-        parser.error("no GPU here; --cpu-smoke checks the code paths")
+    options = parse(parser, arguments, torch.cuda.is_available())
     given = ["--batch", str(options.batch), "--seqlen", str(options.seqlen), "--steps", str(options.steps)]
     given += ["--cpu-smoke"] if options.cpu_smoke else []
     starting = (Worker(contender, given) for contender in options.contenders)

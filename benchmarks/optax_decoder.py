@@ -17,7 +17,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "true")  # alone on the G
 sys.path.append(str(Path(__file__).parents[1] / "examples" / "optax_decoder"))
 
 import jax
-from common import Table, read, spread
+from common import Table, parse, read, spread
 from decoder import MODELS, small
 from optax_step import apart, train
 from rich.console import Console
@@ -54,10 +54,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--models", nargs="+", default=["stories15m"], choices=MODELS)
     parser.add_argument("--rounds", type=int, default=7, help="samples of each")
     parser.add_argument("--steps", type=int, default=8, help="steps of one sample")
-    parser.add_argument("--cpu-smoke", action="store_true", help="a tiny decoder on the CPU: checks this file only")
-    options = parser.parse_args(arguments)
-    if not options.cpu_smoke and jax.default_backend() != "gpu":
-        parser.error("no GPU here; --cpu-smoke checks the code paths")
+    options = parse(parser, arguments, jax.default_backend() == "gpu")
     path = options.out / "optax_decoder.csv"
     table = Table(path, COLUMNS)
     for model in options.models:
