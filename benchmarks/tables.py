@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 from common import markdown
 from pictures import STYLES, TITLES, Row, attended, copy_rate, decoded, plain, shape, unique
-from summary import COMPILED, head, head_kinds, of_expressions, optax, points
+from summary import BEHIND, COMPILED, given, head, head_kinds, mean, of_expressions, optax, points
 
 PRODUCTS_IN_JAX = ("XLA", "ours (JAX)")
 NOT_COMPARED = ("copy", "ours, float8", "ours, JAX", "ours, no cache")  # of other bytes, or by another clock
@@ -128,6 +128,22 @@ def by_shape(unit: str, rows: Iterable[Row], label: Callable[[Row], str], worth:
     return markdown([unit, *names], lines)
 
 
+def sample_table(rows: list[Row]) -> str:
+    """What each run of a seed came to, as it was measured."""
+    runs: dict[tuple[str, str, str], list[Row]] = {}
+    for r in rows:
+        if r["kind"]:
+            runs.setdefault((r["kind"], r["seed"], r["commit"]), []).append(r)
+    lines = []
+    for key, of in sorted(runs.items(), key=lambda run: (run[0][0], run[1][0]["date"])):
+        if speeds := given(p.ahead_of_best() for p in points(of)):
+            late = sum(speed < 1 - BEHIND for speed in speeds)
+            figures = (str(len(speeds)), mean(speeds), f"{min(speeds):.2f}", str(late))
+            lines.append((*key, of[0]["date"], *figures))
+    header = ("kind", "seed", "commit", "date", "points", "speed over the fastest other", "least", "3% behind")
+    return markdown(header, lines)
+
+
 def fuse_table(rows: list[Row]) -> str:
     """Steps of JAX models through ``fuse`` beside XLA's."""
     ms = {(r["model"], r["contender"]): float(r["ms"]) for r in rows}
@@ -143,6 +159,7 @@ def fuse_table(rows: list[Row]) -> str:
 TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "device_time": ("Device time", device_table),
     "expressions": ("Expressions", expression_table),
+    "sample": ("Drawn sizes", sample_table),
     "attention": ("Attention", attention_table),
     "decode": ("Attention to caches", decode_table),
     "llama_step": ("Training step", step_table),
