@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import ast
 import copy
+import sys
 import types
 from collections.abc import Mapping
-from functools import partial, wraps
+from functools import cache, wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -50,6 +51,8 @@ _SAID_BY_THE_MASK = frozenset((
     "position_ids", "cache_position", "use_cache", "sliding_window", "output_hidden_states", "output_router_logits",
     "num_items_in_batch", "return_dict", "ignore_index", "shift_labels", "logits_to_keep",
 ))  # fmt: skip
+# Arguments by which layers tell their attention more than a mask: keys chosen by an indexer, sinks of another form.
+_UNREAD = ("indices", "block_indices", "sinks")
 # Outputs that hooks keep and that are no attention weights.
 _NO_WEIGHTS = {"hidden_states", "_hidden_states_layers", "router_logits"}
 # Methods with masks, by the `forward` that calls them.
@@ -61,7 +64,8 @@ _OFFSETS, _LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k"), ("max_length_q", "max_l
 
 def register_attention() -> None:
     """Let Hugging Face's models take ``attn_implementation="cute"``: our attention, by any model that takes ``sdpa``,
-    patched or not, with its sliding windows, sinks (GPT-OSS) and soft caps (Gemma 2).
+    patched or not, with its sliding windows, sinks (GPT-OSS) and soft caps (Gemma 2). Models whose ``eager`` attention
+    alone reads a mask get one; keys that a layer chooses by itself (DeepSeek V3.2) are refused.
 
     No mask is computed where it is causal, a window or none and no token is padding. Sequences may be packed in a row:
     by ``position_ids`` that begin anew, or by the arguments of FlashAttention, ``cu_seq_lens_q`` and others, that
@@ -69,10 +73,30 @@ def register_attention() -> None:
     dropout, ``sdpa`` runs, or attention written out for sinks and soft caps. :func:`cute_ops_torch.patch` calls this.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import sdpa_mask
 
     AttentionInterface.register(NAME, cute_attention_forward)
-    AttentionMaskInterface.register(NAME, partial(make_mask, sdpa_mask))
+    AttentionMaskInterface.register(NAME, _make_mask)
+
+
+def _make_mask(**given: Any) -> Tensor | None:
+    """The mask of ``attn_implementation="cute"``. Of models that do not take ``sdpa`` nothing says that they read a
+    mask that is missing, or none of numbers: DeepSeek V4 appends to it, and BigBird-Pegasus' decoder says that it is
+    not causal.
+    """
+    from transformers.masking_utils import eager_mask, sdpa_mask
+
+    config = given.get("config")
+    return make_mask(sdpa_mask if config is None or _takes_sdpa(config.__class__) else eager_mask, **given)
+
+
+@cache
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _takes_sdpa(config: Any) -> bool:
+    """Whether the models of a config take ``sdpa``, or are GPT-OSS, which does not for its sinks alone."""
+    beside = sys.modules.get(config.__module__.replace("configuration_", "modeling_"))
+    models = [model for model in vars(beside or object).values() if getattr(model, "config_class", None) is config]
+    supported = [getattr(model, "_supports_sdpa", True) for model in models]
+    return all(supported) or config.__name__ == "GptOssConfig"
 
 
 def cute_attention_forward(
@@ -80,7 +104,14 @@ def cute_attention_forward(
     scaling: float | None = None, is_causal: bool | None = None, softcap: float | None = None,
     s_aux: Tensor | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """The function of ``attn_implementation="cute"``."""
+    """The function of ``attn_implementation="cute"``.
+
+    Raises:
+        NotImplementedError: an argument that ``sdpa`` would leave out, such as keys that the layer has chosen.
+    """
+    if unread := [name for name in _UNREAD if kwargs.get(name) is not None]:
+        problem = f"`{unread[0]}` of {type(module).__name__} is not implemented for attn_implementation={NAME!r}"
+        raise NotImplementedError(f"cute.attention: {problem}: choose 'eager' or 'sdpa', and patch the model.")
     given = [kwargs.pop(name, None) for name in (*_OFFSETS, *_LENGTHS)][:2]
     if None not in given and sequences_of(attention_mask) is None:
         options: Any = {"dropout": dropout, "scaling": scaling, "softcap": softcap, "sinks": s_aux}

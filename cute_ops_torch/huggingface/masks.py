@@ -180,6 +180,8 @@ def _registered(name: str) -> str:
 
 def make_mask(plain: Callable[..., Tensor | None], **given: Any) -> Tensor | None:
     """A mask with the arguments of ``sdpa_mask`` and its like in transformers, of which ``plain`` is one."""
+    if torch.compiler.is_compiling():  # which knows no closures, and reads no padding
+        return plain(**given)
     band, offsets = _band(given), None
     if band is None:
         band, offsets = _of_sequences(given) or (None, None)
@@ -211,7 +213,7 @@ def _is_skipped(plain: Any, band: Band, given: Mapping[str, Any]) -> bool:
 
 
 def _band(given: Mapping[str, Any]) -> Band | None:
-    """The band of a mask with these arguments; None where it is not known, or reading it would stop a compiler."""
+    """The band of a mask with these arguments; None where it is not known."""
     place = _place(given)
     function = given.get("mask_function")
     sides = None if function is None or place is None or transforms_active() else _sides(function)
@@ -233,7 +235,7 @@ def _of_sequences(given: Mapping[str, Any]) -> tuple[Band, Tensor] | None:
     begin. Reading that waits for the GPU, as transformers does for it.
     """
     function, place = given.get("mask_function"), _place(given)
-    if function is None or place is None or transforms_active() or torch.compiler.is_compiling():
+    if function is None or place is None or transforms_active():
         return None
     shift, queries, keys = place
     numbers = _free(function, "and_masks").get("mask_functions", ())
@@ -272,7 +274,7 @@ def _place(given: Mapping[str, Any]) -> tuple[int, int, int] | None:
 
 def _allows_all(padding: Tensor, keys: int) -> bool:
     """Whether a padding mask masks nothing. Reading it waits for the GPU, as transformers does for ``sdpa``."""
-    if torch.compiler.is_compiling() or padding.ndim != 2 or padding.shape[1] < keys:
+    if padding.ndim != 2 or padding.shape[1] < keys:
         return False
     if padding.is_cuda and torch.cuda.is_current_stream_capturing():
         return False
@@ -283,8 +285,6 @@ def _sides(function: Any, within_sequences: bool = False) -> tuple[int, int] | N
     """The limits ``(left, right)`` of a mask function of transformers; None of other functions, and of those that tell
     sequences in a row from each other unless the limits are those ``within_sequences``.
     """
-    if torch.compiler.is_compiling():  # which knows no closures
-        return None
     name = _names().get(getattr(function, "__code__", None))  # type: ignore[arg-type]
     if name is None:
         return None

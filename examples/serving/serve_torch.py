@@ -10,6 +10,7 @@ by keyword. Its tokens are those of the model's own `generate`, one request afte
 from __future__ import annotations
 
 import argparse
+import inspect
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 import cute_ops_torch
 
-NAME, PAGE_SIZE, BATCH, PAGES, LONGEST = "cute_paged", 4, 8, 128, 64
+NAME, ONCE, PAGE_SIZE, BATCH, PAGES, LONGEST = "cute_paged", "cute_paged_once", 4, 8, 128, 64
 
 
 class Paged(NamedTuple):
@@ -35,13 +36,11 @@ class Paged(NamedTuple):
 
 
 def attend(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: None, *, paged: Paged,
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: None, *, paged: Paged,
     scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None,
     s_aux: torch.Tensor | None = None, **_: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """An attention function of transformers, whose arguments are (batch, heads, queries, headdim)."""
-    if not getattr(module, "is_causal", True):
-        raise ValueError(f"{type(module).__name__} is not causal: its tokens cannot be served one after another")
     k_cache, v_cache = paged.caches[module.layer_idx]
     q, k, v = (x.transpose(1, 2).to(k_cache.dtype) for x in (query, key, value))
     cute_ops_torch.append_kv(k_cache, v_cache, k, v, paged.slots)
@@ -58,8 +57,40 @@ def attend(
     return out.to(query.dtype), None
 
 
+def mask_of_once(*_: Any, dtype: torch.dtype, device: torch.device, local_size: int | None = None, **__: Any) -> Any:
+    """A mask of one token and itself, which says its window."""
+    mask = torch.zeros((1, 1, 1, 1), dtype=dtype, device=device)
+    mask.window = local_size or 0
+    return mask
+
+
+def attend_once(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, *,
+    sizes: list[tuple[int, tuple[int, ...], tuple[int, ...]]] | None = None, sliding_window: int | None = None,
+    indices: Any = None, **_: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
+    """Attention of one token to itself, which is its value. It notes layers, and heads and columns of keys and values.
+
+    Raises:
+        ValueError: the layer is not causal, has a mask that `attend` does not know, or gets no keywords of the call.
+    """
+    name = type(module).__name__
+    if not getattr(module, "is_causal", True):
+        raise ValueError(f"{name} is not causal: its tokens cannot be served one after another")
+    if sizes is None:
+        raise ValueError(f"{name} gets no keywords of the model's call, which bring these caches")
+    if getattr(attention_mask, "window", None) != (sliding_window or 0):
+        raise ValueError(f"{name} has a mask of its own, or a window that its mask alone says")
+    if indices is not None:
+        raise ValueError(f"{name} attends to keys that it chooses, by caches of its own")
+    sizes.append((module.layer_idx, (key.shape[1], key.shape[3]), (value.shape[1], value.shape[3])))
+    return value.transpose(1, 2).repeat_interleave(query.shape[1] // value.shape[1], dim=2), None
+
+
 AttentionInterface.register(NAME, attend)
 AttentionMaskInterface.register(NAME, lambda *_, **__: None)
+AttentionInterface.register(ONCE, attend_once)
+AttentionMaskInterface.register(ONCE, mask_of_once)
 
 
 def small_model(layers: int = 2) -> LlamaForCausalLM:
@@ -79,15 +110,39 @@ def requests(count: int, vocabulary: int = 512) -> list[Request]:
     return [Request(rng.integers(0, vocabulary, prompt).tolist(), int(new)) for prompt, new in sizes]
 
 
+@torch.no_grad()
+def caches_of(model: Any, dtype: torch.dtype) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Caches of keys and values for each layer, of the sizes that one token shows.
+
+    Raises:
+        ValueError: the model keeps what these caches do not hold, or does not take positions.
+    """
+    name, sizes = type(model).__name__, []
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        raise ValueError(f"{name} takes no positions: it counts tokens of caches of its own")
+    if getattr(model, "_is_stateful", False):
+        raise ValueError(f"{name} keeps states besides keys and values, which these caches do not hold")
+    set_attention(model, ONCE)
+    token = torch.zeros((1, 1), dtype=torch.int32, device=model.device)
+    model(token, position_ids=token, use_cache=False, sizes=sizes)
+    layers = sorted(layer for layer, *_ in sizes)
+    if layers != [*range(model.config.num_hidden_layers)]:
+        raise ValueError(f"{name} attends in layers {layers}, not once in each of {model.config.num_hidden_layers}")
+    return [
+        tuple(torch.zeros((PAGES, PAGE_SIZE, *size), dtype=dtype, device=model.device) for size in both)
+        for _, *both in sorted(sizes)
+    ]
+
+
+def set_attention(model: Any, name: str) -> None:
+    model.set_attn_implementation(name)
+    if model.config._attn_implementation != name:
+        raise ValueError(f"{type(model).__name__} computes attention by itself, without these caches")
+
+
 def server(model: Any, dtype: torch.dtype, compiled: bool = False) -> Callable[[Step], np.ndarray]:
     """A step of the model, with caches of this dtype."""
-    config, device = model.config, model.device
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    shape = PAGES, PAGE_SIZE, kv_heads, head_dim
-    caches = [
-        tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in range(2)) for _ in range(config.num_hidden_layers)
-    ]
+    caches, device = caches_of(model, dtype), model.device
 
     def forward(tokens: torch.Tensor, positions: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
         paged = Paged(caches, *others)
@@ -98,9 +153,7 @@ def server(model: Any, dtype: torch.dtype, compiled: bool = False) -> Callable[[
 
     @torch.no_grad()
     def step(given: Step) -> np.ndarray:
-        model.set_attn_implementation(NAME)
-        if config._attn_implementation != NAME:
-            raise ValueError(f"{type(model).__name__} computes attention by itself, without these caches")
+        set_attention(model, NAME)
         return run(*(torch.from_numpy(x).to(device) for x in given)).cpu().numpy()
 
     return step

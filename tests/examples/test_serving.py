@@ -104,17 +104,43 @@ def test_the_nnx_decoder_takes_no_other_model(kind: str, other: dict[str, Any], 
         serve_jax.with_weights(SimpleNamespace(config=config))
 
 
-def test_attention_of_both_sides_is_refused() -> None:
-    config = transformers.BertConfig(
-        hidden_size=64, num_attention_heads=2, num_hidden_layers=1, intermediate_size=64, vocab_size=64
-    )
-    step = serve_torch.server(transformers.BertForMaskedLM(config).eval(), torch.float16)
-    with pytest.raises(ValueError, match="BertSelfAttention is not causal"):
-        Engine(step, batch=1, pages=4, page_size=4, longest=8).run([Request([1, 2], 1)])
+HEADS = {
+    "hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 64, "vocab_size": 64,
+    "num_key_value_heads": 2, "num_experts": 2, "num_local_experts": 2,
+}  # fmt: skip
+LATENT = {
+    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16,
+    "n_routed_experts": 2, "first_k_dense_replace": 2,
+}  # fmt: skip
 
 
-def test_attention_of_a_models_own_is_refused() -> None:
-    config = transformers.GPTJConfig(n_embd=64, n_head=2, n_layer=1, vocab_size=64, n_positions=8, rotary_dim=8)
-    step = serve_torch.server(transformers.GPTJForCausalLM(config).eval(), torch.float16)
-    with pytest.raises(ValueError, match="GPTJForCausalLM computes attention by itself"):
-        Engine(step, batch=1, pages=4, page_size=4, longest=8).run([Request([1, 2], 1)])
+@pytest.mark.parametrize(
+    ("name", "config", "text"),
+    [
+        ("BertLMHeadModel", HEADS, "BertSelfAttention is not causal"),
+        ("GPTJForCausalLM", {"n_embd": 64, "n_head": 2, "n_layer": 1, "vocab_size": 64, "rotary_dim": 8}, "by itself"),
+        ("Mamba2ForCausalLM", {"hidden_size": 32, "num_heads": 4, "head_dim": 16, "n_groups": 1}, "takes no positions"),
+        ("BartForCausalLM", {"d_model": 32, "decoder_layers": 1, "decoder_attention_heads": 2}, "takes no positions"),
+        ("Qwen3NextForCausalLM", HEADS, "Qwen3NextForCausalLM keeps states"),
+        ("MiniMaxForCausalLM", HEADS, "attends in layers .0., not once in each of 2"),
+        ("PhimoeForCausalLM", HEADS | {"sliding_window": 4}, "a window that its mask alone"),
+        ("StableLmForCausalLM", HEADS, "StableLmAttention gets no keywords"),
+        ("DeepseekV32ForCausalLM", HEADS | LATENT, "DeepseekV32Attention .* keys that it chooses"),
+    ],
+)
+def test_a_model_whose_tokens_these_caches_do_not_give_is_refused(name: str, config: dict[str, Any], text: str) -> None:
+    if not hasattr(transformers, name):
+        pytest.skip(f"this transformers has no {name}")
+    kind = getattr(transformers, name)
+    model = kind(kind.config_class(**config, pad_token_id=0)).eval()
+    with pytest.raises(ValueError, match=text):
+        serve_torch.server(model, torch.float16)
+
+
+def test_keys_that_are_longer_than_values() -> None:
+    torch.manual_seed(0)
+    config = transformers.DeepseekV3Config(**HEADS, **LATENT, n_group=1, topk_group=1, initializer_range=0.2)
+    model = transformers.DeepseekV3ForCausalLM(config).eval()
+    asked = [Request([5, 3, 9, 8, 7, 6], 3), Request([2] * 20, 2)]
+    Engine(serve_torch.server(model, torch.float16), batch=2, pages=16, page_size=4, longest=32).run(asked)
+    assert_same_tokens(model, asked)

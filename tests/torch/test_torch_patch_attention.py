@@ -437,11 +437,13 @@ def test_in_inference_mode_and_autocast(calls: list[Any]) -> None:
 
 @pytest.mark.drawn(0.35)
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "mistral", "gpt-oss"])
-def test_a_compiled_model(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "way"), [("llama", patched), ("mistral", patched), ("gpt-oss", patched), ("llama", named)]
+)
+def test_a_compiled_model(name: str, way: Callable[[Any], Any]) -> None:
     exact, model = decoder(name), decoder(name).bfloat16()
     right, plain = outcome(exact), outcome(model)
-    model = patched(model)
+    model = way(model)
     graphs: list[str] = []
 
     def backend(graph: Any, inputs: Any) -> Any:
@@ -452,3 +454,29 @@ def test_a_compiled_model(name: str) -> None:
     assert_as_close(outcome(compiled), plain, right)
     assert any(code.count("ops.cute.attention") == 2 for code in graphs)
     assert not any("scaled_dot_product_attention" in code for code in graphs)
+
+
+DECODER = {"d_model": 32, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 24, "vocab_size": 97}
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("BigBirdPegasusForCausalLM", DECODER),
+        ("DeepseekV4ForCausalLM", {"q_lora_rank": 16, "n_routed_experts": 2, "num_experts_per_tok": 2, "o_groups": 2}),
+    ],
+)
+def test_models_without_sdpa_read_their_mask(name: str, config: dict[str, Any]) -> None:
+    if not hasattr(transformers, name):
+        pytest.skip(f"this transformers has no {name}")
+    kind = getattr(transformers, name)
+    torch.manual_seed(0)
+    model = kind(kind.config_class(**{**SIZES, **config})).eval()
+    right = model(TOKENS).logits
+    torch.testing.assert_close(named(model)(TOKENS).logits, right)
+
+
+def test_keys_that_a_layer_chooses_are_refused() -> None:
+    query = torch.zeros(1, 2, 3, 16)
+    with pytest.raises(NotImplementedError, match="`indices` of Linear is not implemented"):
+        attention_function.cute_attention_forward(nn.Linear(1, 1), query, query, query, None, indices=TOKENS)
