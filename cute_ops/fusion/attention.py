@@ -9,7 +9,7 @@ that is done to a score becomes an expression of it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from copy import copy
 from itertools import pairwise
 from math import prod
@@ -24,11 +24,12 @@ from cute_ops.fusion.express import COLUMNS, ONE, Leaf
 from cute_ops.fusion.graph import Graph as Program
 from cute_ops.fusion.graph import Node, Shape
 from cute_ops.fusion.named import positive_number
-from cute_ops.fusion.scores import Known, Masks, Scores, places_of, softmax_of, without_weight
+from cute_ops.fusion.scores import Known, Masks, Scores, places_of, quotient_of, softmax_of, weights_of, without_weight
 
 HALVES = ("bfloat16", "float16")  # other dtypes have no kernel
 HEAD_SIZES = range(16, 257, 16)
 _OTHER_DTYPES = "its arrays or its result are not all of one 16-bit dtype"
+_MOVES = ("transpose", "reshape", "cast")
 _PRODUCTS = (*HALVES, "float32")  # float32: of operands cast from 16 bits, whose result is cast back
 
 
@@ -81,23 +82,90 @@ def attentions(
     product; ``views``, what brings that to the root.
     """
     readers = _Readers(graph, analysis)
-    of_root = {found.roots[0]: found for found in analysis.found if len(found.roots) == 1}
+    of_root = {root: found for found in analysis.found for root in found.roots if len(found.roots) < 3}
+    quotients = {each.product: each for found in analysis.found if (each := _quotient(found)) is not None}
     for node in graph.nodes:
         if node in readers.live and node.op == "contract" and node.dtype in _PRODUCTS:
             for side in (0, 1):
-                found = of_root.get(node.args[side])
-                if found is None:
+                found, quotient = of_root.get(node.args[side]), quotients.get(node)
+                if found is None or (len(found.roots) == 2 and quotient is None):
                     continue
-                z, why = softmax_of(found.expression, found.expression.outputs[0]), ""
+                z, why = _softmax(found, node.args[side]), ""
                 if z is None:
                     why = _why_no_softmax(found)
                 else:
                     try:
-                        yield _Attention(readers, found, z, node, side, known).found()
+                        behind = quotient if len(found.roots) == 2 else None
+                        yield _Attention(readers, found, z, node, side, known, behind).found()
                     except _No as error:
                         why = str(error)
                 if why and stay is not None:
                     stay[node] = why
+
+
+def _softmax(found: Found, weights: Node) -> int | None:
+    """The node of whose softmax one root is, or of which it is the weights whose sums are the other root."""
+    if len(found.roots) == 1:
+        return softmax_of(found.expression, found.expression.outputs[0])
+    at = found.roots.index(weights)
+    return weights_of(found.expression, found.expression.outputs[at], found.expression.outputs[1 - at])
+
+
+class Quotient(NamedTuple):
+    """A product with values that is divided by the sums of its weights.
+
+    Attributes:
+        product: the product.
+        views: the transposes of it that are divided.
+        total: by what they are divided.
+        found: the division.
+    """
+
+    product: Node
+    views: tuple[Node, ...]
+    total: Leaf
+    found: Found
+
+    def divides(self, ids: Sequence[Hashable], sums: Node) -> bool:
+        """Whether each row of a product is divided by its own sum.
+
+        Args:
+            ids: of the product's dims the number of the row's dim, or ``COLUMNS``.
+            sums: an element for each row, whose dims are those of the rows, in order.
+        """
+        for view in self.views:
+            ids = [ids[i] for i in view.attr]
+        node, dims = self.total.node, tuple(range(len(self.total.node.shape)))
+        while node.op == "transpose" and node is not sums:
+            node, dims = node.args[0], tuple(node.attr[i] for i in dims)
+        (x,) = (leaf for leaf in self.found.leaves if leaf is not self.total)
+        which, of_total = _named(x, ids), _named(self.total, dims)
+        in_order = [label for label in x.labels if label in which]
+        fits = node is sums and x.rows == self.total.rows and in_order == [*sorted(in_order[:-1]), COLUMNS]
+        return fits and which == {**of_total, COLUMNS: COLUMNS}
+
+
+def _named(leaf: Leaf, names: Sequence[Hashable]) -> dict[int, Hashable]:
+    """By label the names of a leaf's dims of more than one element."""
+    labels = zip(leaf.labels, leaf.node.shape, names, strict=True)
+    return {label: name for label, size, name in labels if size != 1}
+
+
+def _quotient(found: Found) -> Quotient | None:
+    """The quotient that an expression is, and nothing else."""
+    expression = found.expression
+    if len(expression.outputs) != 1 or len(found.leaves) != 2 or any(leaf.packed for leaf in found.leaves):
+        return None
+    both = quotient_of(expression, expression.nodes[expression.outputs[0]])
+    if both is None or any(expression.nodes[i].primitive != "operand" for i in both):
+        return None
+    x, total = (found.leaves[expression.nodes[i].operand] for i in both)
+    node, views = x.node, list[Node]()
+    while node.op == "transpose":
+        views.insert(0, node)
+        node = node.args[0]
+    fits = node.op == "contract" and COLUMNS in x.labels and COLUMNS not in total.labels
+    return Quotient(node, tuple(views), total, found) if fits else None
 
 
 def _why_no_softmax(found: Found) -> str:
@@ -147,8 +215,8 @@ class _Readers:
         self.scores: dict[Hashable, Scores] = {}
         self.live, self._plain, self._outputs = analysis.live, analysis.plain, set(graph.outputs)
 
-    def are(self, node: Node, allowed: Collection[Node]) -> bool:
-        """Whether nothing else than these nodes reads a value."""
+    def are(self, node: Node, allowed: Collection[Node], through: Collection[str] = ()) -> bool:
+        """Whether nothing else than these nodes reads a value, also by way of views and operations ``through``."""
         waiting = [node]
         while waiting:
             each = waiting.pop()
@@ -157,7 +225,7 @@ class _Readers:
             for user in each.users:
                 if user in allowed or user not in self.live:
                     continue
-                if user not in self._plain:
+                if user not in self._plain and user.op not in through:
                     return False
                 waiting.append(user)
         return True
@@ -184,9 +252,11 @@ class _Attention:
     queries, ``of_group`` and ``of_head`` those of heads that share keys, and of these groups; each may be absent.
     """
 
-    def __init__(self, readers: _Readers, found: Found, z: int, product: Node, side: int, known: Known) -> None:
+    def __init__(
+        self, readers: _Readers, found: Found, z: int, product: Node, side: int, known: Known, quotient: Quotient | None
+    ) -> None:
         self.readers, self.whole, self.product, self.side = readers, found, product, side
-        self.known, self.rows, self.scores = known, found.rows, copy(found)
+        self.known, self.rows, self.scores, self.quotient = known, found.rows, copy(found), quotient
         self.scores.expression, self.z = without_weight(found.expression, found.expression.outputs[0], z)
         self.scores.leaves = tuple(_renumbered(leaf, found.rows) for leaf in found.leaves)
 
@@ -197,8 +267,11 @@ class _Attention:
             _No: it is none that our op computes.
         """
         root, value = self.product.args[self.side], self.product.args[1 - self.side]
-        alone = set(self.scores.region.roots) == {root} and self.readers.are(root, {self.product})
+        readers = {self.product, *(() if self.quotient is None else self.whole.region.nodes)}
+        alone = set(self.scores.region.roots) == set(self.whole.roots) and self.readers.are(root, readers)
         _require(alone, "something else reads its weights")
+        if self.quotient is not None:
+            self._require_quotient(self.quotient, root)
         _require(all(isinstance(size, int) for node in (root, value, self.product) for size in node.shape))
         _require(root.shape == (*self.rows, self.scores.n))
         acc, leaf = self._acc()
@@ -227,12 +300,30 @@ class _Attention:
         operands = {name: part.node for name, part in parts.items()}
         operands |= {f"captured{i}": read.node for i, read in enumerate(reads)}
         attrs = {"parts": parts, "scores": scores, "reads": reads, "out": rows, "views": views, "said": scores.said}
-        nodes = (*chain, *self.scores.region.nodes, self.product, *views)
-        return Composite("attention", operands, attrs, (result,), nodes, (self.whole,))
+        divided = () if self.quotient is None else (self.quotient.found,)
+        behind = (node for found in divided for node in found.region.nodes)
+        nodes = (*chain, *self.scores.region.nodes, self.product, *views, *behind)
+        return Composite("attention", operands, attrs, (result,), nodes, (self.whole, *divided))
+
+    def _require_quotient(self, quotient: Quotient, root: Node) -> None:
+        """Require that the product is only read by a division of each row by the sum of its weights."""
+        (sums,) = (each for each in self.whole.roots if each is not root)
+        of_p, behind = self.product.attr[2][self.side], quotient.found.region.nodes
+        (over,), of_v = self.product.attr[1 - self.side], self.product.attr[2][1 - self.side]
+        rows = [i for i in range(len(self.rows)) if i not in of_p]
+        columns = [COLUMNS for i, _ in enumerate(self.product.args[1 - self.side].shape) if i not in (over, *of_v)]
+        ids = [*of_p, *(rows + columns if self.side == 0 else columns + rows)]
+        alone = all(self.readers.are(node, behind, _MOVES) for node in (self.product, sums))
+        _require(alone and set(quotient.found.region.roots) == set(quotient.found.roots))
+        _require(sums.shape in (self.rows, (*self.rows, 1)) and quotient.divides(ids, sums))
 
     def _views(self) -> tuple[Node, ...]:
-        """The cast of a float32 product to 16 bits and the views before it, which nothing else reads."""
-        node, views = self.product, list[Node]()
+        """The division of the product, the cast of a float32 result to 16 bits, and the views before these, which
+        nothing else reads.
+        """
+        divided = () if self.quotient is None else (*self.quotient.views, *self.quotient.found.roots)
+        views = list[Node](divided)
+        node = (self.product, *views)[-1]
         while node.dtype == "float32":
             node = self.readers.only(node, _OTHER_DTYPES)
             known = node.op in ("transpose", "reshape") or (node.op == "cast" and node.dtype in HALVES)

@@ -285,6 +285,9 @@ def _levels(live: list[Node], soft: Container[Node], outputs: Container[Node]) -
             readers = [level[user] - (user not in soft) for user in node.users if user in level]
             if readers:
                 level[node] = max(level[node], min(readers))
+    for node in live:  # sums of exponentials that something reads before stay with them
+        if node.op == "reduce" and node in soft and node.args[0].attr == "exp" and node.args[0] in soft:
+            level[node] = level[node.args[0]]
     return level
 
 

@@ -57,7 +57,7 @@ def softmax_of(expression: Expression, output: int) -> int | None:
     node = expression.nodes[i]
     if node.primitive == "exp" and hidden is None:
         return _log_softmax_of(expression, node.args[0])
-    if (quotient := _quotient(expression, node)) is None:
+    if (quotient := quotient_of(expression, node)) is None:
         return None
     weights, total = quotient
     if expression.nodes[total].primitive != "sum" or expression.nodes[weights].primitive != "exp":
@@ -71,6 +71,18 @@ def softmax_of(expression: Expression, output: int) -> int | None:
     # Zeros in place of the weights of a softmax: no other mask may hide the other scores, too.
     alone = before[0] is not None or len(operands_of(expression, _shown(expression, z, hidden))) == 1
     return z if alone else None
+
+
+def weights_of(expression: Expression, output: int, total: int) -> int | None:
+    """The node of whose softmax an output is the weights before they are divided by their sum, another output; None of
+    any other two outputs.
+    """
+    weights = expression.nodes[output]
+    summed = expression.nodes[total]
+    if weights.primitive != "exp" or (summed.primitive, summed.args) != ("sum", (output,)):
+        return None
+    z = _unshifted(expression, weights.args[0])
+    return z if z != weights.args[0] else None
 
 
 def without_weight(expression: Expression, output: int, z: int) -> tuple[Expression, int]:
@@ -88,8 +100,8 @@ def without_weight(expression: Expression, output: int, z: int) -> tuple[Express
     return changed, changed.outputs[0]
 
 
-def _quotient(expression: Expression, node: Step) -> tuple[int, int] | None:
-    """What a node divides, and by what; None if it does not."""
+def quotient_of(expression: Expression, node: Step) -> tuple[int, int] | None:
+    """What a node divides, and by what, also by its reciprocal; None if it does not."""
     if node.primitive == "divide":
         return node.args[0], node.args[1]
     if node.primitive == "multiply":

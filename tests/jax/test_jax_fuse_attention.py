@@ -155,6 +155,22 @@ def with_slopes(q: Array, k: Array, v: Array) -> Array:
     return mixed(jnp.where(lower(), wide(dots(q, k)) + jnp.asarray(SLOPES) * jnp.arange(T), -1e9), v)
 
 
+def divided_behind(q: Array, k: Array, v: Array) -> Array:
+    """As MaxText's: a product with weights of heads in groups, divided by their sums."""
+    scores = jnp.einsum("btkgd,bskd->bkgts", q.reshape(B, T, KV, H // KV, D), k) * 0.25
+    scores = wide(scores) + jnp.where(lower(), 0.0, -1e9).astype(wide(q).dtype)
+    p = jnp.exp(scores - scores.max(-1, keepdims=True))
+    out = jnp.einsum("bkgts,bskd->btkgd", p.astype(v.dtype), v).reshape(B, T, H, D)
+    return out / jnp.moveaxis(p.sum(-1, keepdims=True), -2, 1).reshape(B, T, H, 1).astype(v.dtype)
+
+
+def divided_wide(q: Array, k: Array, v: Array) -> Array:
+    scores = jnp.where(lower(), wide(dots(q, k)), -1e9)
+    p = jnp.exp(scores - jax.lax.stop_gradient(scores.max(-1, keepdims=True)))
+    out = jnp.einsum("bhqk,bkhd->bqhd", p, wide(v))
+    return (out / p.sum(-1).transpose(0, 2, 1)[..., None]).astype(q.dtype)
+
+
 def by(weights: Callable[[Array], Array]) -> Callable[..., Array]:
     return lambda q, k, v: jnp.einsum(
         "bhqk,bkhd->bqhd", weights(jnp.where(lower(), wide(dots(q, k)), -1e9)).astype(v.dtype), v
@@ -192,6 +208,8 @@ FORMS: dict[str, tuple[Callable[..., Array], tuple[Array, ...], str]] = {
     "bias without a gradient": (stopped, (Q, K, V, draw(H, T, T)), "scores changed"),
     "known slopes": (with_slopes, (Q, K, V), "causal, scores changed"),
     "by the reciprocal": (by(lambda x: jnp.exp(x) * (1 / jnp.exp(x).sum(-1, keepdims=True))), (Q, K, V), "causal"),
+    "divided behind": (divided_behind, (Q, FEW_K, FEW_V), "causal"),
+    "divided behind, in float32": (divided_wide, (Q, K, V), "causal"),
     "without a maximum": (by(lambda x: jnp.exp(x) / jnp.exp(x).sum(-1, keepdims=True)), (Q, K, V), "causal"),
     "by the logarithm": (by(lambda x: jnp.exp(jax.nn.log_softmax(x))), (Q, K, V), "causal"),
     "by the log-sum": (by(lambda x: jnp.exp(x - jax.nn.logsumexp(x, -1, keepdims=True))), (Q, K, V), "causal"),
@@ -276,6 +294,19 @@ def test_what_stays_and_why(name: str) -> None:
     report = cute_ops_jax.fuse.report(function, *args)
     assert "attention" not in [entry.becomes for entry in report.replaced]
     assert [entry.why for entry in report.left if entry.what == "attention"] == [why]
+
+
+@pytest.mark.parametrize("sums", [lambda p: p.sum(-1), lambda p: p.sum(-2), lambda p: (2 * p).sum(-1)])
+def test_a_division_by_other_sums_stays(sums: Callable[[Array], Array]) -> None:
+    """Sums of another head, of other weights, or over queries: all sizes are equal here."""
+    q, k, v = (draw(B, H, H, D) for _ in range(3))
+
+    def function(q: Array, k: Array, v: Array) -> Array:
+        scores = wide(dots(q, k))
+        p = jnp.exp(scores - scores.max(-1, keepdims=True))
+        return (jnp.einsum("bhqk,bkhd->bqhd", p, wide(v)) / sums(p)[..., None]).astype(q.dtype)
+
+    assert "attention" not in became(function, q, k, v)
 
 
 def test_a_query_that_attends_to_nothing() -> None:
