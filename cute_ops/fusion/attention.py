@@ -30,6 +30,7 @@ HALVES = ("bfloat16", "float16")  # other dtypes have no kernel
 HEAD_SIZES = range(16, 257, 16)
 _OTHER_DTYPES = "its arrays or its result are not all of one 16-bit dtype"
 _MOVES = ("transpose", "reshape", "cast")
+_SHIFTS = (*_MOVES, "reduce", "broadcast")
 _PRODUCTS = (*HALVES, "float32")  # float32: of operands cast from 16 bits, whose result is cast back
 
 
@@ -87,28 +88,44 @@ def attentions(
     for node in graph.nodes:
         if node in readers.live and node.op == "contract" and node.dtype in _PRODUCTS:
             for side in (0, 1):
-                found, quotient = of_root.get(node.args[side]), quotients.get(node)
-                if found is None or (len(found.roots) == 2 and quotient is None):
-                    continue
-                z, why = _softmax(found, node.args[side]), ""
-                if z is None:
-                    why = _why_no_softmax(found)
-                else:
+                if (found := of_root.get(node.args[side])) is not None:
                     try:
-                        behind = quotient if len(found.roots) == 2 else None
-                        yield _Attention(readers, found, z, node, side, known, behind).found()
+                        weights = _weights(found, node.args[side], quotients.get(node))
+                        yield _Attention(readers, weights, node, side, known).found()
                     except _No as error:
-                        why = str(error)
-                if why and stay is not None:
-                    stay[node] = why
+                        if stay is not None and str(error):
+                            stay[node] = str(error)
 
 
-def _softmax(found: Found, weights: Node) -> int | None:
-    """The node of whose softmax one root is, or of which it is the weights whose sums are the other root."""
+class Weights(NamedTuple):
+    """The weights of values.
+
+    Attributes:
+        found: the expression that computes them.
+        z: the node of it whose softmax they are.
+        quotient: what divides the product with the values by their sums; None of weights that were divided before.
+    """
+
+    found: Found
+    z: int
+    quotient: Quotient | None
+
+
+def _weights(found: Found, root: Node, quotient: Quotient | None) -> Weights:
+    """The weights that a root is.
+
+    Raises:
+        _No: it is none.
+    """
+    expression, quotient = found.expression, (quotient if len(found.roots) == 2 else None)
     if len(found.roots) == 1:
-        return softmax_of(found.expression, found.expression.outputs[0])
-    at = found.roots.index(weights)
-    return weights_of(found.expression, found.expression.outputs[at], found.expression.outputs[1 - at])
+        z = softmax_of(expression, expression.outputs[0])
+    else:
+        at = found.roots.index(root)
+        z = None if quotient is None else weights_of(expression, expression.outputs[at], expression.outputs[1 - at])
+    if z is None:
+        raise _No("" if len(found.roots) > 1 else _why_no_softmax(found))
+    return Weights(found, z, quotient)
 
 
 class Quotient(NamedTuple):
@@ -252,11 +269,10 @@ class _Attention:
     queries, ``of_group`` and ``of_head`` those of heads that share keys, and of these groups; each may be absent.
     """
 
-    def __init__(
-        self, readers: _Readers, found: Found, z: int, product: Node, side: int, known: Known, quotient: Quotient | None
-    ) -> None:
+    def __init__(self, readers: _Readers, weights: Weights, product: Node, side: int, known: Known) -> None:
+        found, z, self.quotient = weights
         self.readers, self.whole, self.product, self.side = readers, found, product, side
-        self.known, self.rows, self.scores, self.quotient = known, found.rows, copy(found), quotient
+        self.known, self.rows, self.scores = known, found.rows, copy(found)
         self.scores.expression, self.z = without_weight(found.expression, found.expression.outputs[0], z)
         self.scores.leaves = tuple(_renumbered(leaf, found.rows) for leaf in found.leaves)
 
@@ -267,20 +283,13 @@ class _Attention:
             _No: it is none that our op computes.
         """
         root, value = self.product.args[self.side], self.product.args[1 - self.side]
-        readers = {self.product, *(() if self.quotient is None else self.whole.region.nodes)}
-        alone = set(self.scores.region.roots) == set(self.whole.roots) and self.readers.are(root, readers)
-        _require(alone, "something else reads its weights")
-        if self.quotient is not None:
-            self._require_quotient(self.quotient, root)
+        behind = self._behind(root)
         _require(all(isinstance(size, int) for node in (root, value, self.product) for size in node.shape))
         _require(root.shape == (*self.rows, self.scores.n))
         acc, leaf = self._acc()
         contract, dims, factor, between = _before(leaf.node)
         _require(contract.dtype in _PRODUCTS)
-        alone = self.readers.are(leaf.node, self.scores.region.nodes)
-        chain = [leaf.node, *between]
-        alone = alone and all(self.readers.are(node, {after}) for after, node in pairwise(chain))
-        _require(alone, "something else reads its scores")
+        chain = self._alone(leaf.node, between)
         self._follow(contract, dims, leaf)
         self._name_rows(acc)
         (queries, of_q), (keys, of_k) = (_narrow(contract.args[i]) for i in (self.of_q, 1 - self.of_q))
@@ -300,10 +309,28 @@ class _Attention:
         operands = {name: part.node for name, part in parts.items()}
         operands |= {f"captured{i}": read.node for i, read in enumerate(reads)}
         attrs = {"parts": parts, "scores": scores, "reads": reads, "out": rows, "views": views, "said": scores.said}
-        divided = () if self.quotient is None else (self.quotient.found,)
-        behind = (node for found in divided for node in found.region.nodes)
-        nodes = (*chain, *self.scores.region.nodes, self.product, *views, *behind)
-        return Composite("attention", operands, attrs, (result,), nodes, (self.whole, *divided))
+        nodes = (*chain, *self.scores.region.nodes, self.product, *views, *(x for f in behind for x in f.region.nodes))
+        return Composite("attention", operands, attrs, (result,), nodes, (self.whole, *behind))
+
+    def _behind(self, root: Node) -> tuple[Found, ...]:
+        """The division behind the product, if there is one. Nothing else may read the weights."""
+        readers = {self.product, *(() if self.quotient is None else self.whole.region.nodes)}
+        alone = set(self.scores.region.roots) == set(self.whole.roots) and self.readers.are(root, readers)
+        _require(alone, "something else reads its weights")
+        if self.quotient is None:
+            return ()
+        self._require_quotient(self.quotient, root)
+        return (self.quotient.found,)
+
+    def _alone(self, node: Node, between: list[Node]) -> list[Node]:
+        """The scores and what they are computed from. Nothing may read these but the softmax, which may subtract the
+        maximum of scores in another order of dims.
+        """
+        chain, softmax = [node, *between], self.scores.region.nodes
+        alone = self.readers.are(node, softmax, _SHIFTS)
+        alone = alone and all(self.readers.are(x, {after, *softmax}, _SHIFTS) for after, x in pairwise(chain))
+        _require(alone, "something else reads its scores")
+        return chain
 
     def _require_quotient(self, quotient: Quotient, root: Node) -> None:
         """Require that the product is only read by a division of each row by the sum of its weights."""

@@ -81,8 +81,7 @@ def weights_of(expression: Expression, output: int, total: int) -> int | None:
     summed = expression.nodes[total]
     if weights.primitive != "exp" or (summed.primitive, summed.args) != ("sum", (output,)):
         return None
-    z = _unshifted(expression, weights.args[0])
-    return z if z != weights.args[0] else None
+    return _unshifted(expression, weights.args[0])
 
 
 def without_weight(expression: Expression, output: int, z: int) -> tuple[Expression, int]:
@@ -145,9 +144,11 @@ def _shown(expression: Expression, z: int, hidden: _Where) -> int:
 
 
 def _unshifted(expression: Expression, i: int) -> int:
-    """The node from which a node subtracts the maximum of its row; the node itself if it is no such difference."""
+    """The node from which a node subtracts one number a row, such as its maximum, which changes no softmax; the node
+    itself if it is no such difference.
+    """
     node = expression.nodes[i]
-    shifted = node.primitive == "subtract" and _is_maximum(expression, node.args[1], node.args[0])
+    shifted = node.primitive == "subtract" and not expression.kinds[node.args[1]].columns
     return node.args[0] if shifted else i
 
 

@@ -185,6 +185,7 @@ FORMS: dict[str, tuple[Callable[..., Array], tuple[Array, ...], str]] = {
     "jax.nn, grouped": (
         lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True), (Q, FEW_K, FEW_V), "causal"
     ),
+    "jax.nn, grouped, no mask": (lambda q, k, v: jax.nn.dot_product_attention(q, k, v), (Q, FEW_K, FEW_V), ""),
     "repeated heads": (repeated, (Q, FEW_K, FEW_V), "causal"),
     "grouped": (grouped, (Q, FEW_K, FEW_V), "causal"),
     "joined heads": (joined, (Q, FEW_K, FEW_V, PADDING), "scores changed"),
