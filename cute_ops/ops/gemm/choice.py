@@ -44,6 +44,9 @@ ERROR = 1.1  # of the model: the standard deviation of what it expects
 # 18944 x 11127 took 549 us with strides of 11128, our kernel 148. Ours reaches the others where the model of cycles is
 # not asked; a copy of an operand, which is read and written, has a rate and microseconds of its own.
 THEIR_ODD, THEIR_ODD_MORE = {1: (1.15e8, 1.05e6), 2: (2.15e8, 1.75e6), 4: (2.15e8, 1.75e6)}, 7.0
+# Up to so many rows cuBLAS multiplies vectors, with these rates: 2 x 24576 x 9999 took 237 us, our kernel with copies
+# 368.
+VECTORS, THEIR_ODD_VECTORS = 2, (2.15e8, 2.1e6)
 OUR_ODD, OUR_ODD_MORE, COPY, COPY_MORE = (4.5e8, 3.5e6), 3.5, 3.8e6, 1.8
 
 
@@ -117,8 +120,8 @@ def _expected(
         count = cycles(config, size, cost) * (NARROW if config.store_bytes < STORE_BYTES else 1)
         ours = time_of(count, OURS_OF_SMALL_M if size.m <= SMALL_M else OURS)
     theirs = time_of(_their_cycles(whole, problem.sm_count), THEIRS_OF_FEW_M if few else THEIRS)
-    if (divisor := _divisor(problem)) in THEIR_ODD:
-        theirs = _at_rates(whole, THEIR_ODD[divisor], THEIR_ODD_MORE)
+    if off_vector(problem):
+        theirs = _their_odd(whole, problem)
     if after:
         (rate, more), elements = PASS, size.batch * size.m * size.n
         moved = elements * (sum(cost.outputs) + sum(cost.tiles) + 2 * (1 + cost.gate_up))
@@ -129,6 +132,12 @@ def _expected(
 def _divisor(problem: Problem) -> int:
     """The elements of a vector of 16-bit ones that divide compact rows of the operands and of the output."""
     return math.gcd(problem.size("n"), problem.size("k"), VECTOR_BYTES // 2)
+
+
+def _their_odd(size: GemmSize, problem: Problem) -> float:
+    """Microseconds of cuBLAS where n or k is off a vector."""
+    rates = THEIR_ODD_VECTORS if size.m <= VECTORS else THEIR_ODD[_divisor(problem)]
+    return _at_rates(size, rates, THEIR_ODD_MORE)
 
 
 def _at_rates(size: GemmSize, rates: tuple[float, float], more: float) -> float:
@@ -180,8 +189,7 @@ def pays(copied: Sequence[Array], problem: Problem, times: tuple[float, float] |
         return False
     if times is None:
         size = GemmSize(problem.m, problem.size("n"), problem.size("k"))
-        rates = THEIR_ODD[_divisor(problem)]
-        times = _at_rates(size, OUR_ODD, OUR_ODD_MORE), _at_rates(size, rates, THEIR_ODD_MORE)
+        times = _at_rates(size, OUR_ODD, OUR_ODD_MORE), _their_odd(size, problem)
     ours, theirs = times
     moved = [2 * math.prod(array.shape) * ITEMSIZE[array.dtype] for array in copied]
     copying = (sum(moved) / COPY + COPY_MORE * len(moved)) / reads
