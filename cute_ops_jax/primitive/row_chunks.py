@@ -10,12 +10,16 @@ import jax.numpy as jnp
 
 from cute_ops.composite import chunks
 from cute_ops.declaration.op import Op
+from cute_ops.ops.gemm.linear import linear, linear_dx
 from cute_ops_jax.distributed.varying import varying_like
 from cute_ops_jax.primitive.any_size import is_symbolic
 from cute_ops_jax.primitive.arrays import Arrays
 
 Array = jax.Array
 State = TypeVar("State")
+_AUTO = {"fused": "auto"}
+# Up to so many 16-bit rows our products may be faster than XLA's: 0.86 to 1.00 of the whole loss's time on an H200.
+FEW = 256
 # A chunk: its first row, and how many.
 At: TypeAlias = tuple[Any, int]
 
@@ -28,18 +32,22 @@ class Chunks:
         attrs: ``accum_dtype`` and ``chunk_rows``, 0 where the heuristic chooses.
         wanted: the gradients to sum up.
         share: means nothing here: XLA places arrays.
+        call: multiplies all rows at once where they are few, by our kernel or XLA's, whichever is faster. XLA makes all
+            other products.
         by: chunks are always of rows: a loop over blocks of classes would carry the weight's gradient as well.
     """
 
     def __init__(
         self, inputs: Arrays, attrs: Mapping[str, Any], wanted: Collection[str], share: bool = False,
         call: Any = None, by: str = "rows",
-    ) -> None:  # fmt: skip  # products are XLA's
+    ) -> None:  # fmt: skip
         self.inputs, self.attrs, self.wanted = inputs, attrs, wanted
         self.hidden, self.weight, self.bias = inputs["hidden"], inputs["weight"], inputs["bias"]
         # In an exported program. Rows are then gathered and scattered, since it is not known that a chunk's fit.
         self.symbolic = is_symbolic(self.hidden.shape[0])
         self.size = self._rows_per_chunk()
+        few = not self.symbolic and self.hidden.shape[0] <= min(self.size, FEW) and self.hidden.dtype.itemsize == 2
+        self._call = call if few else None
 
     def each(self, state: State, body: Callable[[State, At], State]) -> State:
         """A loop over the chunks of one size, then the rest."""
@@ -91,8 +99,10 @@ class Chunks:
         return jax.lax.dynamic_update_slice_in_dim(array, rows.astype(array.dtype), at[0], 0)
 
     def logits(self, at: At, head: str = "") -> Array:
-        logits: Array = self.cut(f"{head}hidden", at) @ self.inputs[f"{head}weight"].T
-        bias = self.inputs[f"{head}bias"]
+        hidden, weight, bias = (self.inputs[f"{head}{name}"] for name in ("hidden", "weight", "bias"))
+        if self._call and bias is None:
+            return self._call(linear, {"x": hidden, "weight": weight}, _AUTO)["out"]  # type: ignore[no-any-return]
+        logits: Array = self.cut(f"{head}hidden", at) @ weight.T
         return logits if bias is None else logits + bias
 
     def sums(self) -> dict[str, Array]:
@@ -109,6 +119,8 @@ class Chunks:
         return found
 
     def put_product(self, array: Array, at: At, a: Array, b: Array) -> Array:
+        if self._call:
+            return self._call(linear_dx, {"dout": a, "weight": b}, _AUTO)["dx"]  # type: ignore[no-any-return]
         return self.put(array, at, a @ b)
 
     def add_product(self, total: Array, at: At, a: Array, b: Array) -> Array:

@@ -17,7 +17,9 @@ from jax.sharding import AxisType, NamedSharding
 
 import cute_ops_jax
 from cute_ops.composite import chunks
+from cute_ops.declaration.op import Op
 from cute_ops_jax.primitive import primitive
+from cute_ops_jax.primitive.row_chunks import Chunks
 
 # The package has a function of that name.
 module = importlib.import_module("cute_ops_jax.composite.losses")
@@ -277,3 +279,20 @@ def test_a_gradient_in_place_is_an_alias_that_xla_knows(fake_kernels: Any) -> No
     (line,) = [line for line in text(True).splitlines() if "output_operand_alias" in line]
     assert "cross_entropy_bwd" in line
     assert "operand_index = 0" in line
+
+
+@pytest.mark.parametrize(
+    ("rows", "dtype", "ours"),
+    [(16, "bfloat16", True), (256, "float16", True), (257, "bfloat16", False), (16, "float32", False)],
+)
+def test_few_rows_of_16_bits_go_by_our_products_or_the_frameworks(rows: int, dtype: str, ours: bool) -> None:
+    called: list[str] = []
+
+    def call(op: Op, inputs: dict[str, jax.Array], attrs: dict[str, str]) -> dict[str, jax.Array]:
+        called.append(op.name)
+        return {"out": inputs["x"] @ inputs["weight"].T}
+
+    inputs = {"hidden": jnp.ones((rows, 8), dtype), "weight": jnp.ones((24, 8), dtype), "bias": None}
+    found = Chunks(inputs, {"chunk_rows": 0, "accum_dtype": "auto"}, (), call=call)  # type: ignore[arg-type]
+    assert found.logits((0, rows)).shape == (rows, 24)
+    assert called == ["linear"] * ours
