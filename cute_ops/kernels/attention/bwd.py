@@ -10,7 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
-from cute_ops.kernels.attention.bwd_in_parts_sm90 import OnePassInParts, TallOnePassInParts
+from cute_ops.kernels.attention.bwd_in_parts_sm90 import OnePassInParts
 from cute_ops.kernels.attention.bwd_keys_sm90 import KeysBackward
 from cute_ops.kernels.attention.bwd_long_heads_sm90 import LongHeadsBackward
 from cute_ops.kernels.attention.bwd_one_pass_sm80 import OnePassBackwardSm80
@@ -18,6 +18,7 @@ from cute_ops.kernels.attention.bwd_one_pass_sm90 import OnePassBackward
 from cute_ops.kernels.attention.bwd_queries_sm90 import QueriesBackward
 from cute_ops.kernels.attention.bwd_short_heads_sm90 import ShortHeadsBackward
 from cute_ops.kernels.attention.bwd_sm80 import KeysBackwardSm80, QueriesBackwardSm80
+from cute_ops.kernels.attention.bwd_tall_sm90 import TallOnePass
 from cute_ops.kernels.attention.config import AttentionBackwardConfig
 from cute_ops.kernels.attention.mods import Mods, by_index
 from cute_ops.kernels.attention.ranges import Ranges
@@ -49,7 +50,7 @@ class AttentionBackward:
         one_pass = OnePassBackward
         if short:
             tall = config.tile_q > MMA_M
-            one_pass = TallOnePassInParts if tall else OnePassBackward if in_turns else ShortHeadsBackward
+            one_pass = TallOnePass if tall else OnePassBackward if in_turns else ShortHeadsBackward
         elif not config.score and (mods.mask is None or mods.is_interval):  # as measured
             one_pass = OnePassInParts
         of_queries, of_keys = QueriesBackward, KeysBackward

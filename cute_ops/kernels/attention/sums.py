@@ -54,7 +54,8 @@ class SumsOfTiles:
         width: columns of sums.
         axis: whether tiles are of queries, 0, or of keys, 1.
         sharing: warpgroups that share the columns of a tile.
-        shares: parts of a tile that lie behind one another: of each of these warpgroups, or 1.
+        shares: parts of a tile that lie behind one another, each a warpgroup's: of its columns where they are shared,
+            else of its rows; or 1.
     """
 
     axis, sharing, shares = 0, 1, 1
@@ -111,12 +112,15 @@ class SumsOfTiles:
         """A chunk of two rows, which four threads have; ``at``: the first row, the head and the batch."""
         row, head, which = at
         size, columns = (self.tiles.tile_q, self.tiles.tile_k)[self.axis], self.width // CHUNK // self.sharing
+        if self.shares > self.sharing:  # a share has rows of a tile
+            size = size // self.shares
         place = row % size
         threads = size // MMA_ROWS * WARP
-        thread, warpgroup = place // MMA_ROWS * WARP + place % 8 * 4, chunk // columns
-        number = chunk % columns * (self.sharing * threads) + warpgroup * threads + thread
-        if self.shares > 1:
-            number = chunk * threads + thread
+        number = place // MMA_ROWS * WARP + place % 8 * 4
+        if self.sharing > self.shares:  # warpgroups' columns lie side by side
+            number += chunk % columns * (self.sharing * threads) + chunk // columns * threads
+        else:
+            number += chunk * threads
         first = address_of(mSums, (row - place, 0, head, which), number * TOGETHER)
         rows, rX = [fragment(Float32, CHUNK) for _ in range(2)], fragment(Float32, TOGETHER)
         for i in range(CHUNK // 2):
