@@ -95,7 +95,20 @@ def _real(graph: Any, variable: Any) -> Any:
     if owner is not None:
         function = getattr(variable, "fn", None) or variable.im_func.fn
         return MethodType(function, _real(graph, _realized(owner)))
+    _fix_numbers(graph, variable)
     return variable.value if hasattr(variable, "value") else variable.as_python_constant()
+
+
+def _fix_numbers(graph: Any, variable: Any) -> None:
+    """Put constants in the place of the symbols that a function made inside closes over, and functions in it."""
+    from torch._dynamo.variables import ConstantVariable
+
+    for cell in getattr(getattr(variable, "closure", None), "items", ()):
+        held = _realized(graph.side_effects.load_cell(cell))
+        if hasattr(held, "sym_num"):
+            graph.side_effects.store_cell(cell, ConstantVariable.create(_number(held)))
+        elif held is not variable:
+            _fix_numbers(graph, held)
 
 
 def _value(graph: Any, source: Any) -> Any:

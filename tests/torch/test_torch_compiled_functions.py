@@ -129,6 +129,20 @@ def test_epilogues_that_are_made_inside(make: Callable[..., Any]) -> None:
     check(lambda x: linear(make(x), x))
 
 
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_epilogues_that_close_over_a_number_of_the_call(dynamic: bool | None) -> None:
+    def run(x: torch.Tensor, by: float) -> Any:
+        def inner(acc: Any) -> Any:
+            return acc * by
+
+        return linear(lambda xp, acc: inner(acc) + by, x)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(run, fullgraph=True, backend="eager", dynamic=dynamic)
+    for by in (0.5, 0.75, 3.0, 0.5):
+        assert torch.equal(compiled(X, by), run(X, by))
+
+
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions_behind_fused(name: str) -> None:
     function = cute_ops_torch.fused(FUNCTIONS[name])
