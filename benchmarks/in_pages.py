@@ -6,6 +6,7 @@ from collections.abc import Callable
 from math import exp, log
 from pathlib import Path
 
+from attention import PRODUCTS, SHAPES, Shape
 from common import ROOT, markdown, read
 
 Times = dict[tuple[str, str], dict[str, float]]
@@ -85,8 +86,24 @@ def _speed(times: Times) -> tuple[str, ...]:
     return str(len(ahead)), *(f"{each:.2f} x" for each in (mean, min(ahead), max(ahead)))
 
 
+def attention_times(folder: Path) -> str:
+    """Microseconds by listed shape and form, forward and with gradients; of several rows the last counts."""
+    found: dict[tuple[str, str], dict[str, str]] = {}
+    listed = {tuple(map(str, shape)) for shape in SHAPES}
+    for r in read(folder / "attention.csv"):
+        shape = tuple(r[c] for c in Shape._fields)
+        if shape in listed and r["status"] == "ok":
+            label = f"{r['batch']} x {r['seqlen']}, {r['heads']} and {r['kv_heads']}, {r['headdim']}"
+            found.setdefault((label, r["form"]), {})[f"{r['direction']}: {r['contender']}"] = f"{float(r['us']):.0f}"
+    names = [f"{direction}: {name}" for direction in PRODUCTS for name in ATTENTION]
+    lines = ((*key, *(us.get(name, "") for name in names)) for key, us in found.items() if len(us) > 1)
+    return markdown(("batch x seqlen, heads of q and k, headdim", "form", *names), lines)
+
+
+ATTENTION = ("ours", "cuDNN", "FlashAttention 4", "FlexAttention")
+
 # What stands between the two comments of a page.
 PAGES: dict[Path, Callable[[Path], str]] = {
     ROOT / "docs/pytorch.md": host_times, ROOT / "docs/fused.md": gelu_add, ROOT / "docs/own_kernel.md": softcap,
-    ROOT / "docs/products.md": product_speeds,
+    ROOT / "docs/products.md": product_speeds, ROOT / "docs/attention.md": attention_times,
 }  # fmt: skip
