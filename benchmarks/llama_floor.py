@@ -24,7 +24,7 @@ import statistics
 import sys
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import chain
@@ -172,9 +172,8 @@ class Floor:
         self.attend(way, k)
         self.unattend(k)
 
-    def contest(self, rounds: int) -> list[dict[str, Any]]:
+    def contest(self, rounds: int) -> Iterator[dict[str, Any]]:
         """Finds the fastest way of each part; a row for each way of each."""
-        rows = []
         self.loop(LOOPS[0]).sample(HOT_STEPS // 2)
         for part, ways in self.ways.items():
             loops = {way: Loop(calls, self.trainer) for way, calls in ways.items()}
@@ -185,8 +184,7 @@ class Floor:
             self.best[part] = min(found, key=lambda way: found[way].median)
             for way, seconds in found.items():
                 tflops = {"tflops": self.flops[part] / seconds.median / 1e12} if self.flops[part] else {}
-                rows.append({"part": part, "contender": way, **milliseconds(seconds), **tflops})
-        return rows
+                yield {"part": part, "contender": way, **milliseconds(seconds), **tflops}
 
     def loop(self, kind: str) -> Loop:
         """A step's calls in its order."""
