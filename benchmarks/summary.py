@@ -26,6 +26,7 @@ BEHIND = 0.03
 SHARE = {"fwd": 0.93, "bwd": 0.85}  # of the copy rate, at every large point
 MEAN = {"fwd": 0.95, "bwd": 0.90}  # its geometric mean
 TITLES = {"fwd": "forward", "bwd": "backward"}
+ON_CHIP, ROWS_ALONE = ROW_FLOORS = "without DRAM", "rows alone"  # kernels of row_floor.py
 
 
 @dataclass
@@ -255,6 +256,23 @@ def head(rows: Sequence[dict[str, str]]) -> str:
         for r in rows
     ]
     return markdown(("loss of a linear head", "rows x hidden x vocabulary", "ms", "peak MB"), lines)
+
+
+def row_floors(rows: Iterable[dict[str, str]]) -> str:
+    """Of row_floor.csv a line for each kernel: its share of a copy's rate, its floors', and how much of the lower one
+    it reaches.
+    """
+    by_point: dict[str, dict[str, float]] = {}
+    for row in rows:
+        by_point.setdefault(row["point"], {})[row["kernel"]] = float(row["of_copy"])
+    lines = []
+    for point, shares in by_point.items():
+        floors, (ours, *_) = {kernel: shares[kernel] for kernel in ROW_FLOORS}, shares.values()
+        lower = min(floors, key=floors.__getitem__)
+        more = [f"{kernel} {share:.2f}" for kernel, share in list(shares.items())[1:] if kernel not in floors]
+        cells = (f"{share:.3f}" for share in (ours, *floors.values()))
+        lines.append([point, *cells, f"{ours / floors[lower]:.2f}", lower, ", ".join(more)])
+    return markdown(["kernel", "of a copy's rate", *ROW_FLOORS, "of the lower", "which", "others"], lines)
 
 
 def head_kinds(rows: Sequence[dict[str, str]]) -> str:

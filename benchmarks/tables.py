@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 from common import markdown
 from pictures import STYLES, TITLES, Row, attended, copy_rate, decoded, plain, shape, unique
-from summary import BEHIND, COMPILED, given, head, head_kinds, mean, of_expressions, optax, points
+from summary import BEHIND, COMPILED, given, head, head_kinds, mean, of_expressions, optax, points, row_floors
 
 PRODUCTS_IN_JAX = ("XLA", "ours (JAX)")
 NOT_COMPARED = ("copy", "ours, float8", "ours, JAX", "ours, no cache")  # of other bytes, or by another clock
@@ -164,6 +164,7 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "decode": ("Attention to caches", decode_table),
     "llama_step": ("Training step", step_table),
     "llama_floor": ("Floor of the training step", floor_table),
+    "row_floor": ("Floors of rows below 0.90 of a copy's rate", row_floors),
     "model_steps": ("Training steps of other models", model_table),
     "optax_decoder": ("Training step in JAX", optax),
     "fuse_step": ("Untouched models in JAX", fuse_table),
