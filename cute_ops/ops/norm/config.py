@@ -83,9 +83,10 @@ SHORT_CENTRED_THREADS, SHORT_CENTRED_ROW = 8, 12
 # columns at 0.89, by vectors at 0.79, but of 1001 at 0.80 and 0.85.
 # Columns of a thread at most, and of layer norms whose parameters have 16 bits.
 BLOCKS_COLUMNS, MOST_BLOCKS_COLUMNS = 18, 23
-# Columns of a thread of an RMS norm whose weight has 32 bits: 73861 x 795 runs at 0.95 of a copy's rate, by vectors at
-# 0.85. Beyond BLOCKS_COLUMNS a CTA loads WIDE_UNROLL groups of rows at once.
-WIDE_BLOCKS_COLUMNS, WIDE_UNROLL = 25, 2
+# Columns of a thread of an RMS norm: 67884 x 865 with a weight of 32 bits runs at 0.94 of a copy's rate, by vectors at
+# 0.88, 65609 x 895 with one of 16 bits at 0.94, 0.90. Beyond BLOCKS_COLUMNS a CTA loads RMS_UNROLL groups of rows at
+# once.
+RMS_BLOCKS_COLUMNS, RMS_UNROLL = 28, 2
 # Up to so many columns of a thread an SM has eight CTAs, then six. In float32 only layer norms take this form, up to
 # these: 203 columns run at 0.95, by vectors at 0.83; RMS norms gain nothing.
 FEW_BLOCKS_COLUMNS = 13
@@ -96,11 +97,25 @@ BLOCKS_LEAST = 4
 BLOCKS_THREADS, BLOCKS_UNROLL = 128, {2: 4, 4: 2}
 # Vectors of a row whose weight and bias the registers of one persistent CTA hold.
 PERSISTENT_VECTORS = 3200
+# A layer norm's longer unaligned rows, which two persistent CTAs share: by the vectors that they touch, those of a
+# thread, and slots of the ring. 6523 x 9001 runs at 0.86 of a copy's rate, in the registers of one CTA at 0.60;
+# 3775 x 15555 at 0.86, at 0.40; 2113 x 27777 at 0.83, at 0.66. With a residual only rows that touch more vectors than
+# PAIR_HALVED_FROM, or whose weight and bias have 32 bits: 1398 x 21001 runs at 0.86, in shared memory at 0.72.
+# HALVED_SM_THREADS: threads of an SM without a residual and with 16 bits.
+HALVED_CENTRED: Ladder[tuple[int, int]] = ((1664, (3, 2)), (4096, (4, 2)), (math.inf, (5, 3)))
+PAIR_HALVED_FROM, HALVED_SM_THREADS = 2048, 576
+# Aligned rows of norms without a mean and with a weight of 32 bits that one CTA's shared memory holds, up to this
+# length: 5303 x 11072 runs at 0.92 of a copy's rate, in the registers of two at 0.88; 2364 x 24832 at 0.89, 0.875.
+WIDE_SMEM_VECTORS = PERSISTENT_VECTORS
 # Longer rows whose weight and bias take more than 16 bytes beside a vector: a cluster reads these once, not from L2 for
 # each row. By these bytes: from how many vectors on, and vectors of a thread. By whether rows are aligned: threads that
 # registers have room for, and slots of the ring.
 WIDE_COLUMNS: Ladder[tuple[int, int]] = ((2 * VECTOR_BYTES, (4 * PERSISTENT_VECTORS, 5)), (math.inf, (4096, 3)))
 WIDE_THREADS, WIDE_STAGES = {True: 704, False: 512}, {True: 5, False: 3}
+# Rows for which eight CTAs would be needed take sixteen, two to an SM, if these have at most so many threads. By
+# whether rows are aligned: vectors of a thread. 440 x 133448 runs at 0.845 of a copy's rate, by eight CTAs at 0.77;
+# 404 x 145298 at 0.82, at 0.79.
+WIDE_SIXTEEN_THREADS, WIDE_SIXTEEN_VECTORS = 288, {True: 5, False: 4}
 # Threads of an SM that persistent CTAs of a forward take, and bytes that a CTA needs beside its rows, for sums.
 FORWARD_SM_THREADS, FORWARD_RESERVED = 512, 4096
 
@@ -120,7 +135,7 @@ def forward(problem: Problem, centred: bool = False) -> NormConfig:
         found = _in_smem(problem, row, row.vectors, step(CENTRED_SMEM_SPAN, row.vectors), full=True)
         if found:
             return found
-    if row.n <= WARP * WIDE_BLOCKS_COLUMNS and _goes_in_blocks(problem, row, centred):
+    if row.n <= WARP * RMS_BLOCKS_COLUMNS and _goes_in_blocks(problem, row, centred):
         return _blocks(row, centred)
     if row.vectors <= CTA_VECTORS:
         several = row.vectors > (WARP if row.aligned or "residual" in problem.dtypes else SHORT_CENTRED_ROW)
@@ -161,8 +176,8 @@ def _goes_in_blocks(problem: Problem, row: RowProblem, centred: bool) -> bool:
         return centred and not halves and row.n <= WARP * FEW_BLOCKS_COLUMNS
     column = bytes_of(problem, COLUMNS)
     most = MOST_BLOCKS_COLUMNS if centred and column <= 4 else BLOCKS_COLUMNS
-    if column == 4 and not centred and "residual" not in problem.dtypes:
-        most = WIDE_BLOCKS_COLUMNS
+    if not centred and "residual" not in problem.dtypes:
+        most = RMS_BLOCKS_COLUMNS
     return (centred or not halves) and row.n <= WARP * most
 
 
@@ -171,7 +186,7 @@ def _blocks(row: RowProblem, centred: bool) -> NormConfig:
     columns = BLOCKS_COLUMNS if centred else BLOCKS_LEAST
     share = next((share for share in (8, 16) if row.n <= share * columns and row.itemsize == 2), WARP)
     resident = 8 if row.n <= share * FEW_BLOCKS_COLUMNS else 6 if row.n <= share * BLOCKS_COLUMNS else 5
-    unroll = WIDE_UNROLL if not centred and row.n > WARP * BLOCKS_COLUMNS else BLOCKS_UNROLL[row.itemsize]
+    unroll = RMS_UNROLL if not centred and row.n > WARP * BLOCKS_COLUMNS else BLOCKS_UNROLL[row.itemsize]
     return NormConfig("blocks", BLOCKS_THREADS, share, resident=resident, unroll=unroll)
 
 
@@ -223,15 +238,26 @@ def _long_row(problem: Problem, row: RowProblem, centred: bool) -> NormConfig:
 
 def _centred_off_a_vector(problem: Problem, row: RowProblem, pair: bool, touched: int) -> NormConfig | None:
     """A layer norm's long unaligned row; None where other forms serve it."""
-    if SMEM_FROM[False] < touched <= 2 * PERSISTENT_VECTORS and row.max_cluster > 1:
-        return _persistent(problem, row, cluster=2, per_thread=5, threads=640)
-    if pair and touched <= SMEM_FROM[False]:  # 2600 x 12245 runs at 0.85 of a copy's rate, in registers at 0.66
+    wide = _column_bytes(problem, row) > 2 * VECTOR_BYTES
+    if pair and touched <= PAIR_HALVED_FROM and not wide:  # 2600 x 12245 at 0.85 of a copy's rate, in registers 0.66
         return _in_smem(problem, row, row.touched, SMEM_VECTORS, full=False, shallow=True)
-    return None
+    if touched > 2 * PERSISTENT_VECTORS or row.max_cluster == 1:
+        return None
+    per_thread, stages = step(HALVED_CENTRED, touched)
+    stages = 3 if wide and per_thread > 3 else stages
+    threads = threads_for(-(-touched // 2), per_thread, 640)
+    found = _persistent(problem, row, cluster=2, per_thread=per_thread, threads=threads, stages=stages)
+    resident = max((FORWARD_SM_THREADS if wide or pair else HALVED_SM_THREADS) // threads, 1)
+    clusters = in_step(resident_clusters(problem, 2) * resident, row, row.align_vectors)
+    return found and replace(found, resident=resident, clusters=clusters)
 
 
 def _clustered(problem: Problem, row: RowProblem, centred: bool, pair: bool) -> NormConfig:
     """A long row in the registers of a cluster; read twice if even the largest cluster has too few."""
+    if row.vectors <= WIDE_SMEM_VECTORS and row.aligned and not (centred or pair):
+        wide = _column_bytes(problem, row) > VECTOR_BYTES
+        if wide and (found := _in_smem(problem, row, row.vectors, SMEM_VECTORS, full=True)):
+            return found
     # Clusters of four help when rows are few and hurt when they are many, unless each CTA fills its SM's schedulers.
     small_ctas = row.vectors <= SMALL_CTAS_VECTORS and row.aligned and not (centred or pair)
     span = REGISTER_VECTORS if not small_ctas else UNEVEN_SPAN if row.vectors % (4 * EVEN_SPAN) else EVEN_SPAN
@@ -277,12 +303,17 @@ def _in_smem(
     return NormConfig("smem", *spread, row.align_vectors, delay_weight_load=not room)
 
 
-def _persistent(problem: Problem, row: RowProblem, cluster: int, per_thread: int, threads: int) -> NormConfig | None:
-    """Unaligned rows, whose weight and bias stay in registers from row to row; None without room for two of them."""
+def _persistent(
+    problem: Problem, row: RowProblem, cluster: int, per_thread: int, threads: int, stages: int = 3
+) -> NormConfig | None:
+    """Unaligned rows, whose weight and bias stay in registers from row to row; None without room for two of them.
+
+    ``stages``: slots of a cluster's ring, if there is room.
+    """
     share = threads_for(-(-(row.vectors + row.align_vectors) // cluster), per_thread, threads)
     rows = threads // share
     slot = rows * share * per_thread * row.vector_elements * bytes_of(problem, ("x", "residual"))
-    stages = 2 if cluster == 1 or 3 * slot + FORWARD_RESERVED > row.ring_bytes else 3
+    stages = 2 if cluster == 1 or 3 * slot + FORWARD_RESERVED > row.ring_bytes else stages
     if stages * slot + FORWARD_RESERVED > row.ring_bytes:
         return None
     resident = max(1, FORWARD_SM_THREADS // threads)
@@ -303,17 +334,33 @@ def _persistent_wide(problem: Problem, row: RowProblem) -> NormConfig | None:
     if columns <= VECTOR_BYTES or row.vectors <= (least if row.aligned else max(least, 2 * PERSISTENT_VECTORS)):
         return None
     cluster = cluster_for(row.vectors + 1, per_thread * most, row.max_cluster)
+    if cluster == 8 and row.max_cluster > cluster and (found := _persistent_sixteen(problem, row)):
+        return found
     span = -(-(row.vectors + 1) // cluster)
     threads = threads_for(span, per_thread, most)
     slot = threads * per_thread * row.vector_elements * bytes_of(problem, ("x", "residual"))
     stages = min(WIDE_STAGES[row.aligned], (row.ring_bytes - FORWARD_RESERVED) // slot)
     if span > per_thread * threads or stages < 2:
         return None
-    # Rows begin on vectors, not on lines: they then start at few places, whose rows follow each other.
-    period = WIDEST_VECTOR // math.gcd(row.n, WIDEST_VECTOR)
     return NormConfig(
         "persistent", threads, threads, cluster, stages=stages, clusters=resident_clusters(problem, cluster),
-        sort_period=0 if row.aligned else period,
+        sort_period=_wide_period(row),
+    )  # fmt: skip
+
+
+def _wide_period(row: RowProblem) -> int:
+    """Rows begin on vectors, not on lines: they then start at few places, whose rows follow each other."""
+    return 0 if row.aligned else WIDEST_VECTOR // math.gcd(row.n, WIDEST_VECTOR)
+
+
+def _persistent_sixteen(problem: Problem, row: RowProblem) -> NormConfig | None:
+    """Long rows with a wide weight by sixteen CTAs, two to an SM; None for rows that are too long for that."""
+    threads = threads_for(-(-(row.vectors + 1) // 16), WIDE_SIXTEEN_VECTORS[row.aligned])
+    if threads > WIDE_SIXTEEN_THREADS or "residual" in problem.dtypes or row.itemsize == 4:
+        return None
+    return NormConfig(
+        "persistent", threads, threads, 16, 2, stages=2, clusters=2 * resident_clusters(problem, 16),
+        sort_period=_wide_period(row),
     )  # fmt: skip
 
 
@@ -361,6 +408,10 @@ MANY_COLUMNS_THREADS, UNALIGNED_SUMS_THREADS, SUMS_THREADS = 768, 576, 384
 # thread: 2482 x 22678 with a residual runs at 0.89 of a copy's rate instead of 0.76, 1701 x 23001 without at 0.78
 # instead of 0.69.
 HALF_VECTORS, HALF_PER_THREAD = 1536, 3
+# Aligned rows of two column sums, shared by two CTAs, with three vectors of a thread: with a residual up to this
+# length. 2867 x 10240 with one runs at 0.88 of a copy's rate, by five vectors at 0.84; 3616 x 10824 without at 0.75, by
+# four at 0.69.
+HALVED_PAIR_VECTORS = 1280
 # Vectors of a CTA's share of a row up to which one row at a time gets a slot more for the rows that arrive.
 DEEPER_VECTORS = 896
 # Balanced CTAs: as many threads as have registers for two sums of each of their columns. No other number of warps would
@@ -402,7 +453,7 @@ def _persistent_backward(problem: Problem, row: RowProblem, row_bytes: int, cent
     touched = row.vectors + (0 if row.aligned else align)
     cluster = _backward_cluster(row, touched, sums)
     span = -(-touched // cluster)
-    per_thread, sm_threads = _vectors_of_a_thread(row, span, cluster, sums, centred)
+    per_thread, sm_threads = _vectors_of_a_thread(problem, row, span, cluster, sums, centred)
     share = threads_for(span, per_thread, 512)
     balanced = cluster > 2 and sums == 2 and not row.aligned
     if balanced:
@@ -536,13 +587,15 @@ def _backward_cluster(row: RowProblem, touched: int, sums: int) -> int:
     return min(2, row.max_cluster) if pair else 1
 
 
-def _vectors_of_a_thread(row: RowProblem, span: int, cluster: int, sums: int, centred: bool) -> tuple[int, int]:
+def _vectors_of_a_thread(
+    problem: Problem, row: RowProblem, span: int, cluster: int, sums: int, centred: bool
+) -> tuple[int, int]:  # fmt: skip
     """Vectors of a thread, and threads of an SM that have registers for one sum of each of their columns."""
     if _is_short(row, span):
         share, threads = step(SHORT_UNALIGNED, span)
         return -(-span // share), threads * (1 + sums) // 2
     if row.vectors > WARP and (sums == 2 or (centred and not row.aligned)):
-        per_thread, threads = _many_columns(row, cluster)
+        per_thread, threads = _many_columns(problem, row, cluster)
     elif not row.aligned and span <= CTA_VECTORS and cluster <= 2:
         per_thread, threads = step(UNALIGNED, span)
     elif row.vectors <= CTA_VECTORS and cluster == 2:
@@ -556,12 +609,14 @@ def _vectors_of_a_thread(row: RowProblem, span: int, cluster: int, sums: int, ce
     return per_thread, threads
 
 
-def _many_columns(row: RowProblem, cluster: int) -> tuple[int, int]:
+def _many_columns(problem: Problem, row: RowProblem, cluster: int) -> tuple[int, int]:
     """(vectors, threads) as above, where a thread takes many columns. Two sums of each leave registers for fewer
     threads, but then a row's sum has fewer partial sums to exchange.
     """
     short = row.vectors <= 5 * WARP
-    per_thread = -(-row.vectors // WARP) if short else 3 if not row.aligned and cluster == 1 else 4
+    most = HALVED_PAIR_VECTORS if "dresidual_out" in problem.dtypes else 2 * CTA_VECTORS
+    few = row.itemsize == 2 and CTA_VECTORS < row.vectors <= most if row.aligned else cluster == 1
+    per_thread = -(-row.vectors // WARP) if short else 3 if few else 4
     many = not short if row.itemsize == 4 else row.n <= 12 * WARP
     return per_thread, MANY_COLUMNS_THREADS if many else SUMS_THREADS if row.aligned else UNALIGNED_SUMS_THREADS
 

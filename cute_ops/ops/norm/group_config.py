@@ -34,7 +34,9 @@ SECTOR_BYTES = 32
 # 32, and 4141 x 64 x 320 by whole positions 0.89 in place of 0.77. Threads of a CTA, and of an SM, where pieces are
 # whole lines, and one line each: 66 x 4096 x 256 takes 0.86 by three CTAs, by two of twice as many threads 0.81;
 # 516 x 1024 x 128 0.87, by pieces of two lines 0.72.
-LINE_BYTES, SMALL_LAST_BYTES, PIECE_BYTES = 128, 16_000, 4
+# Of pieces that are no whole lines those of MOST_PIECE and more count alike: 143 x 1600 x 192 runs at 0.73 by two CTAs
+# and 96 bytes, by four CTAs and 192 bytes at 0.70; 400 x 576 x 192 at 0.83 by one CTA, by two at 0.77.
+LINE_BYTES, SMALL_LAST_BYTES, PIECE_BYTES, MOST_PIECE = 128, 16_000, 4, 96
 LINE_THREADS, LINE_SM_THREADS = 512, 1024
 ONE_LINE_THREADS, ONE_LINE_SM_THREADS = 256, 768
 # Elements of a CTA that reads twice, where a cluster can share more, and CTAs of the largest of these.
@@ -188,8 +190,15 @@ def _spread(
     if each == itemsize and found:
         _, width, c = found[0]
         if width * itemsize < LINE_BYTES or -(-positions // c) * width * each < SMALL_LAST_BYTES:
-            found.sort(key=lambda one: (channels % one[1] > 0, one[0] + PIECE_BYTES / (one[1] * itemsize)))
+            pieces = {width: PIECE_BYTES / _piece(width, channels, itemsize) for _, width, _ in found}
+            found.sort(key=lambda one: (channels % one[1] > 0, one[0] + pieces[one[1]], -one[1]))
     return (one[1:] for one in found)
+
+
+def _piece(width: int, channels: int, itemsize: int) -> int:
+    """The bytes by which a piece of a position counts: longer ones gain nothing."""
+    size = width * itemsize
+    return min(size, 2 * LINE_BYTES if size % LINE_BYTES == 0 or width == channels else MOST_PIECE)
 
 
 def _widths(channels: int, groups: int, itemsize: int) -> Iterator[int]:
