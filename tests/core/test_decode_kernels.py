@@ -33,13 +33,13 @@ CALLS = (
     Decoding((530,), 1, 1, 2, 64, 16, 1, 540, attrs={"batch_invariant": True}, holes=True),
     Decoding((270,), 1, 1, 2, 16, 144, 0, 600, sinks=True),
     Decoding((75, 40), 1, 2, 4, 96, 64, 16, 80, attrs={"window": 60}, holes=True, float8=True),
-    Decoding((0, 131, 33), 5, 1, 4, 64, 128, 32, 160, "float16", holes=True, float8=True),  # two tiles of rows
     # By TMA.
     Decoding((300, 33), 2, 1, 8, 128, 64, 0, 310, "float16", {"window": 90}, heads_first=True),
     Decoding((1000, 640), 2, 1, 4, 64, 64, 0, 1010, "float16", {"window": 700}),  # parts of a window
     Decoding((270, 0, 97), 1, 2, 4, 64, 128, 16, 288, sinks=True, holes=True),
     Decoding((390, 200), 3, 1, 4, 128, 128, 128, 512, holes=True, float8=True),
     Decoding((170,), 4, 1, 8, 128, 96, 0, 180),  # two tiles of rows
+    Decoding((0, 131, 33), 5, 1, 4, 64, 128, 32, 160, "float16", holes=True, float8=True),  # of warps that share keys
     Decoding((150, 40), 1, 1, 4, 192, 256, 16, 160, holes=True),
 )
 

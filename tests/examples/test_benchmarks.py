@@ -16,6 +16,7 @@ from typing import Any
 
 import common
 import decode
+import decode_floor
 import device_time
 import distributed
 import distributed_jax
@@ -872,6 +873,20 @@ def test_parts_of_products(form: str, tmp_path: Path, monkeypatch: pytest.Monkey
         waits.append(code.count("SYNCS.ARRIVE"))
     assert len(set(products)) == 1 and stores == [True, False, False, False]
     assert waits[-1] < waits[-2] == waits[0]  # of the last nobody gives a slot back
+
+
+@pytest.mark.drawn(0.5)
+@pytest.mark.slow
+@pytest.mark.parametrize("eight", [False, True])
+def test_loads_of_caches_compute_nothing(eight: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(target, "of_device", lambda: target.parse("sm_90a"))
+    op, shape = decode_floor.decode_attention, decode.Shape(2, 64, 10, 1, 64, 16 if eight else 1, 2)
+    q, k, v, *others = decode.Caches.of(shape, "cpu")
+    caches = [x.to(torch.float8_e4m3fn) if eight else x for x in (k, v)]
+    _, found = decode_floor.plan_of(op, (q, *caches, *others, None, None, None), {}, "loads")
+    worker.compile(found.variant, tmp_path / "loads.cubin")
+    code = sass.sass(tmp_path / "loads.cubin")
+    assert ("HMMA" in code, "LDGSTS" in code) == (False, True)
 
 
 @pytest.mark.slow

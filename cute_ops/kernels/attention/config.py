@@ -125,12 +125,13 @@ class DecodeConfig(KernelConfig):
         form: how a tile of keys lies in memory: ``contiguous``; in one of the pages (``whole_pages``); in several
             (``any_pages``).
         tiles_m: tiles of 16 queries, of heads that share keys, which a CTA has.
-        warps: of a CTA, each with tiles of keys of its own.
+        warps: of a CTA, each with tiles of keys of its own; so many of them for each sharer.
         stages: tiles of keys and values that a warp has in shared memory; tiles of keys or of values that a CTA has
             there, where TMA loads them.
         keys: of a warp's tile.
         itemsize: bytes of an element of caches.
         box: keys that TMA loads at once, of a tile of all warps; 0 where each warp copies its own.
+        sharers: warps that have the same tiles of keys, each with tiles of queries of its own.
         split_keys: keys after which they are split; 0 where the number of splits is chosen.
         score: the expression of a change of scores; empty if there is none.
     """
@@ -142,6 +143,7 @@ class DecodeConfig(KernelConfig):
     keys: int = MMA_ROWS
     itemsize: int = 2
     box: int = 0
+    sharers: int = 1
     split_keys: int = 0
     score: str = ""
 

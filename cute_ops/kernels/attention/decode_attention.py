@@ -103,11 +103,13 @@ class DecodeAttention:
         self.mods = Mods(self.scale, self.config.score)
         self.softmax = OnlineSoftmax(*self.mods.outer, GROWTH)
         self.keys = self.config.keys  # of a tile
-        self.threads, self.pdl = WARP * self.config.warps, can_use_pdl(variant.arch)
+        # Warps of a CTA, and tiles of queries that each of them has.
+        self.warps, self.own = self.config.warps * self.config.sharers, self.config.tiles_m // self.config.sharers
+        self.threads, self.pdl = WARP * self.warps, can_use_pdl(variant.arch)
         self.producers, self.resident, self.carveout = 0, 1, None
         self.together = 1  # parts of the keys begin with a multiple of so many tiles
         # What stays in registers: queries, beside sums of values.
-        self.keeps_queries = queries_fit(self.config.tiles_m, self.d, self.e)
+        self.keeps_queries = queries_fit(self.own, self.d, self.e) and self.config.sharers == 1
         self.combine, self.tiles = Combine(self.e, self.pdl), tiles_of(self.config.itemsize, self.d, self.e)
 
     @cute.jit
@@ -275,7 +277,7 @@ class DecodeAttention:
             token, head = self._of_row(work.block * self.config.rows + row, work)
             return token < self.queries, self._address(mQ, work.batch, token, head, 0)
 
-        at = self.dtype, tidx // WARP, tidx % WARP, self.config.warps
+        at = self.dtype, tidx // WARP, tidx % WARP, self.warps
         self.tiles.load_queries(self.config.rows, place, *shared, at)
 
     @cute.jit
@@ -306,14 +308,14 @@ class DecodeAttention:
         token, head = self._of_row(row, work)
         return (Int64(work.batch) * self.queries + token) * (heads * self.shared_by) + head
 
-    def _start_rows(self, mma, mScale, shared, work, lane):
-        """For each tile of rows, sums of nothing and queries."""
+    def _start_rows(self, mma, mScale, shared, work, lane, first=0):
+        """For each of a warp's tiles of rows, from the first one on, sums of nothing and queries."""
         rows, queries = [], []
-        for i in range(self.config.tiles_m):
-            tile = cute.local_tile(shared[0], (MMA_ROWS, self.d), (i, 0))
+        for i in range(self.own):
+            tile = cute.local_tile(shared[0], (MMA_ROWS, self.d), (first + i, 0))
             queries.append(Rows.of(mma, tile, lane, self.keeps_queries))
-            rows.append(self._start(mma, work, i, lane))
-            self._start_factors(rows[i], (mScale, shared[1]), work, i, lane)
+            rows.append(self._start(mma, work, first + i, lane))
+            self._start_factors(rows[i], (mScale, shared[1]), work, first + i, lane)
         return rows, queries
 
     def _start(self, mma, work, i, lane):

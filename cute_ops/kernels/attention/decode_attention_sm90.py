@@ -17,7 +17,7 @@ from cute_ops.kernels.lib.row_layout import SMEM_PERCENT
 from cute_ops.kernels.tensor_core.pipeline import Consumer, Producer, tma_pipeline
 
 ATOM_BYTES = 1024  # that a swizzle repeats after
-QUERIES, END = 1, 2  # named barriers of the warps that multiply
+QUERIES, END, CLEARED = 1, 2, 3  # named barriers of the warps that multiply, the last ones of those that share keys
 
 
 class Slots(NamedTuple):
@@ -42,8 +42,9 @@ class DecodeAttentionSm90(DecodeAttention):
     """:class:`DecodeAttention` of tiles that TMA loads.
 
     A warp loads tiles of keys and of values in turn, box by box, into slots that all other warps share: each has 16 or
-    32 of a tile's keys. A box lies in one page; one of a page outside of the pool is behind the end of a page, so that
-    it has zeros. Values behind the last key are cleared where they are read.
+    32 of a tile's keys, or two have, each for 16 queries of its own. A box lies in one page; one of a page outside of
+    the pool is behind the end of a page, so that it has zeros. Values behind the last key are cleared where they are
+    read.
     Shared memory: ``stages`` slots of a tile of keys or of values, swizzled.
     """
 
@@ -51,7 +52,7 @@ class DecodeAttentionSm90(DecodeAttention):
         super().__init__(variant)
         config, self.producers, self.resident, self.carveout = self.config, WARP, 1, SMEM_PERCENT
         # Registers hold the sums of two CTAs, each of five warps, where those of one are short.
-        if config.tiles_m * max(self.d, self.e) <= LONGEST_OF_TWO:
+        if config.tiles_m * max(self.d, self.e) <= LONGEST_OF_TWO and config.sharers == 1:
             self.resident = RESIDENT
         self.tile, self.box, self.together = config.keys * config.warps, config.box, config.warps
         self.units = [width * config.itemsize // 2 for width in (self.d, self.e)]
@@ -65,11 +66,11 @@ class DecodeAttentionSm90(DecodeAttention):
         tidx, config = cute.arch.thread_idx()[0], self.config
         warp = cute.arch.make_warp_uniform(tidx // WARP)
         let_next_start(self.pdl)
-        if warp == config.warps:
+        if warp == self.warps:
             for atom, _ in moved:
                 cpasync.prefetch_descriptor(atom)
         smem = cutlass.utils.SmemAllocator()
-        slots = self._slots(smem, warp)
+        slots = self._slots(smem, warp % config.warps)
         layout = cute.make_layout((config.rows, self.d), stride=(self.d + PADDING, 1))
         sQ = smem.allocate_tensor(self.product, layout, VECTOR_BYTES)
         sFactors = smem.allocate_tensor(Float32, cute.make_layout(config.rows), VECTOR_BYTES)
@@ -79,7 +80,7 @@ class DecodeAttentionSm90(DecodeAttention):
         wait_for_previous(self.pdl)
         work = self._work(tensors, captured, heads, splits)
         if (work.begin < work.end) | (splits == 1):
-            if warp == config.warps:
+            if warp == self.warps:
                 self._load(tensors, moved, work, (pipeline, slots))
             else:
                 self._attend(mma, tensors, work, (sQ, sFactors, (pipeline, slots)), (tidx, warp))
@@ -162,9 +163,11 @@ class DecodeAttentionSm90(DecodeAttention):
         at: cutlass.Constexpr,
     ):  # fmt: skip
         (sQ, sFactors, (pipeline, slots)), (tidx, warp), lane = shared, at, cute.arch.lane_idx()
+        sharer, warp = warp // self.config.warps, warp % self.config.warps
+        first_tile = sharer * self.own if const_expr(self.config.sharers > 1) else 0
         self._load_queries(tensors.q, (sQ, sFactors), work, tidx)
         cute.arch.barrier(barrier_id=QUERIES, number_of_threads=self.threads)
-        rows, queries = self._start_rows(mma, tensors.k_scale, (sQ, sFactors), work, lane)
+        rows, queries = self._start_rows(mma, tensors.k_scale, (sQ, sFactors), work, lane, first_tile)
         operands, consumer, values = self.tiles.operands(mma, *slots.tiles, lane), Consumer(pipeline), Int32(0)
         for first in cutlass.range(work.begin, work.end, self.config.warps, unroll=1):
             tile, keys = first + warp, consumer.wait()
@@ -180,12 +183,12 @@ class DecodeAttentionSm90(DecodeAttention):
             values = consumer.wait()
             consumer.advance()
             self._release(pipeline, keys, lane)
-            self._clear(slots.address, values, work, (tile, warp, lane))
+            self._clear(slots.address, values, work, (tile, warp, lane), sharer)
             self.tiles.add_values(operands, rows, values)
         # All warps have read their tiles, whose place results take.
         cute.arch.barrier(barrier_id=END, number_of_threads=self.threads)
         for i, row in enumerate(rows):
-            self._keep(row, i, slots.results, warp, lane)
+            self._keep(row, first_tile + i, slots.results, warp, lane)
         cute.arch.barrier(barrier_id=END, number_of_threads=self.threads)
         self._finish(tensors, work, slots.results, tidx)
 
@@ -209,8 +212,10 @@ class DecodeAttentionSm90(DecodeAttention):
         return half | (half << 16)
 
     @cute.jit
-    def _clear(self, address, stage, work: cutlass.Constexpr, at: cutlass.Constexpr):
-        """Store zeros as values behind the last key, which may be NaN in memory."""
+    def _clear(self, address, stage, work: cutlass.Constexpr, at: cutlass.Constexpr, sharer):
+        """Store zeros as values behind the last key, which may be NaN in memory; the first of the warps that share them
+        does so, and the others wait.
+        """
         tile, warp, lane = at
         width, columns, vector = self.units[1], self.columns[1], VECTOR_BYTES // 2
         if (tile + 1) * self.keys > work.keys:
@@ -219,8 +224,10 @@ class DecodeAttentionSm90(DecodeAttention):
             rX.fill(0)
             for i in cutlass.range(self.keys * across // WARP, unroll=1):
                 row, column = (i * WARP + lane) // across, (i * WARP + lane) % across * vector
-                if tile * self.keys + row >= work.keys:
+                if (tile * self.keys + row >= work.keys) & (sharer == 0):
                     place = column // columns * (self.tile * columns) + row * columns + column % columns
                     to = cute.make_ptr(Int32, start + 2 * place, cute.AddressSpace.smem, assumed_align=VECTOR_BYTES)
                     cute.autovec_copy(rX, cute.make_tensor(to, rX.layout))
+            if const_expr(self.config.sharers > 1):
+                cute.arch.barrier(barrier_id=CLEARED + warp, number_of_threads=WARP * self.config.sharers)
             cute.arch.sync_warp()

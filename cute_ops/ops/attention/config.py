@@ -56,6 +56,9 @@ BACKWARD_BY_WARPS = {
 ONE_PASS_BY_WARPS = ((8, 64, 2), (8, 32, 1))
 # Of attention to caches: warps of a CTA; a warp's tiles in shared memory, the most and the fewest.
 WARPS, MOST_STAGES, FEWEST_STAGES = 4, 6, 3
+# Of those that share keys, without pages and with them. 64 x 8192, 64 heads over 8, four queries: 302 and 324 us with
+# six of them, 308 and 305 with seven.
+SHARING = (6, 7)
 LEAST_SM_OF_FP8 = 89
 # Tiles that TMA loads: at most so many; a row has boxes of at least so many bytes.
 MOST_SLOTS, BOX_BYTES, HOPPER = 12, 64, 90
@@ -349,27 +352,39 @@ def decode_attention(own: mods.Own, problem: Problem) -> DecodeConfig:
     text = score.text if score else ""
     # What is done once a tile counts less where a tile of few bytes has more keys.
     longest = MMA_ROWS * 2 // (itemsize if max(d, e) > SHORT else 1)
-    box = _box(problem, tiles_m, longest * WARPS)
-    boxed = RESIDENT if tiles_m * max(d, e) <= LONGEST_OF_TWO else 1
-    choices = [(boxed if box else RESIDENT, WARPS, longest, box)] if box or itemsize == 1 else []
-    choices += [(n, warps, MMA_ROWS, 0) for n, warps in ((RESIDENT, WARPS), (1, WARPS), (1, WARPS // 2), (1, 1))]
+    choices = _by_tma(problem, tiles_m, longest)
+    if not choices and itemsize == 1:
+        choices.append((RESIDENT, WARPS, longest, 0, 1))
+    choices += [(n, warps, MMA_ROWS, 0, 1) for n, warps in ((RESIDENT, WARPS), (1, WARPS), (1, WARPS // 2), (1, 1))]
     configs = (
-        (resident, DecodeConfig(form(box or keys), tiles_m, warps, stages, keys, itemsize, box, split, text))
-        for resident, warps, keys, box in choices
+        (resident, DecodeConfig(form(box or keys), tiles_m, warps, stages, keys, itemsize, box, sharers, split, text))
+        for resident, warps, keys, box, sharers in choices
         for stages in range(MOST_SLOTS if box else MOST_STAGES, FEWEST_STAGES - 1, -1)
     )
     return next(config for resident, config in configs if _resident(problem, config) >= resident)
 
 
-def _box(problem: Problem, tiles_m: int, tile: int) -> int:
+def _by_tma(problem: Problem, tiles_m: int, keys: int) -> list[tuple[int, int, int, int, int]]:
+    """CTAs of an SM, warps, keys of a warp's tile, keys that TMA loads at once, and sharers; none if it loads none."""
+    longest = _headdim(problem)
+    # Two tiles of queries have warps of their own, which share keys: each converts them, but waits for fewer products.
+    eight, paged = ITEMSIZE[problem.dtypes["k_cache"]] == 1, "page_table" in problem.dtypes
+    shared = eight and tiles_m == 2 and longest > SHORT and not problem.attrs["batch_invariant"]
+    warps, sharers = (SHARING[paged], 2) if shared else (WARPS, 1)
+    box = _box(problem, tiles_m // sharers, keys * warps)
+    return [(RESIDENT if tiles_m * longest <= LONGEST_OF_TWO else 1, warps, keys, box, sharers)] if box else []
+
+
+def _box(problem: Problem, own: int, tile: int) -> int:
     """Keys of a tile of so many that TMA loads at once, all or those of one page; 0 where it loads none.
 
-    Two tiles of queries of float8 take 1.05 of the time by TMA: they wait for products, not for copies. In 16 bits they
-    leave an SM with one CTA, which short parts of keys do not fill (64 x 8192 in parts of 512: 809 us, else 656).
+    Two tiles of queries of a warp, its ``own``, take 1.05 of the time by TMA in float8: they wait for products, not for
+    copies. In 16 bits they leave an SM with one CTA, which short parts of keys do not fill (64 x 8192 in parts of 512:
+    809 us, else 656).
     """
     dims, itemsize = problem.dims, ITEMSIZE[problem.dtypes["k_cache"]]
     keys = math.gcd(dims["c"], tile) if "page_table" in problem.dtypes else tile
-    fits = tiles_m == 1 or (itemsize == 2 and not problem.attrs["batch_invariant"])
+    fits = own == 1 or (itemsize == 2 and not problem.attrs["batch_invariant"])
     fits = fits and all(dims[name] * itemsize % BOX_BYTES == 0 for name in "de")
     return keys if fits and keys >= MMA_ROWS and sm(problem.arch) == HOPPER else 0
 
