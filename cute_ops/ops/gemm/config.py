@@ -238,10 +238,14 @@ def _loads(config: GemmConfig, size: GemmSize) -> tuple[float, int]:
     """What decides between configs that are as fast: what a CTA loads, then how many CTAs wait for each other.
 
     With one row of tiles the CTAs of a cluster share the rows of a alone, which gains nothing while all wait for
-    memory: 19 drawn products take 1.1% less time without, up to 4% less, one 4% more (H200).
+    memory: 19 drawn products take 1.1% less time without, up to 4% less, one 4% more (H200). Nor do clusters gain where
+    a tile is one step of terms: of seven drawn gradients of weights by 8 to 64 rows six were fastest without, by 2.5 to
+    11.5% (H200).
     """
     if size.m <= MMA_M and size.off_a == 1:
         return config.tile_m + config.tile_n * size.off_b, config.ctas
+    if size.k <= SWIZZLED:
+        return config.ctas, int(loaded(config, size))
     return loaded(config, size), 1
 
 
