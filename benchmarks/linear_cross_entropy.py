@@ -31,7 +31,7 @@ COLUMNS = (
 )  # fmt: skip
 SHAPES = ((16384, 2048, 128256), (16384, 4096, 32000), (8192, 2304, 256000))
 OURS = "ours (torch)"
-IN_BFLOAT16 = "ours, summed in bfloat16"
+IN_BFLOAT16, LIGER_IN_FLOAT32 = "ours, summed in bfloat16", "Liger, summed in float32"
 ERROR_COLUMNS = ("accum_dtype", "rows", "hidden", "vocabulary", "chunks", "relative_error")
 ERROR_SHAPE = (4096, 64, 512)
 CHUNKS = (1, 16, 64, 256)
@@ -52,10 +52,13 @@ def contenders() -> dict[str, Callable[[], Loss]]:
     def in_bfloat16() -> Loss:
         return partial(ours(), accum_dtype=torch.bfloat16)
 
-    def liger() -> Loss:
+    def liger() -> Callable[..., Tensor]:
         from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
-        return lambda hidden, weight, target: liger_fused_linear_cross_entropy(hidden, weight, target)
+        return lambda hidden, weight, target, **more: liger_fused_linear_cross_entropy(hidden, weight, target, **more)
+
+    def liger_in_float32() -> Loss:
+        return partial(liger(), accum_dtype=torch.float32)
 
     def quack() -> Loss:
         from quack.linear_cross_entropy import chunked_linear_cross_entropy
@@ -69,8 +72,8 @@ def contenders() -> dict[str, Callable[[], Loss]]:
         return torch.compile(eager())
 
     return {
-        OURS: ours, IN_BFLOAT16: in_bfloat16, "Liger": liger, "quack": quack, "torch.compile": compiled,
-        "torch eager": eager,
+        OURS: ours, IN_BFLOAT16: in_bfloat16, "Liger": liger, LIGER_IN_FLOAT32: liger_in_float32, "quack": quack,
+        "torch.compile": compiled, "torch eager": eager,
     }  # fmt: skip
 
 

@@ -86,6 +86,7 @@ class Chunks:
         asked: int = attrs["chunk_rows"]
         self.accum: str = attrs["accum_dtype"]
         apart = "dweight" in wanted and _dtype_of_sums(self.accum) != self.weight.dtype
+        self.wanted = wanted
         shared, self.slices = 0, self._of_rows(asked or chunks.rows_per_chunk(*sizes))
         if not (asked or largest):
             shared, self.slices = self._plan(sizes, share and "dhidden" in wanted, apart)
@@ -93,14 +94,14 @@ class Chunks:
         self.alone = len(self.slices) == 1 and self.whole == self.pitch == classes
         shared = 0 if self.alone else shared
         self.spare = self.hidden.new_empty(shared) if shared else None
-        self.wanted = wanted
         self.chooses = apart and not (asked or largest)
 
     def _plan(self, sizes: tuple[int, int, int, int], share: bool, apart: bool) -> tuple[int, Sequence[slice]]:
         """The elements of an array that logits share with the gradient of the hidden states, 0 where they do not, and
         the rows of each chunk. ``apart``: several chunks sum the weight's gradient in a float32 tensor of its own.
         """
-        shared, slices = chunks.plan_shared(*sizes) if share else (0, self.slices)
+        least = not apart and "dweight" in self.wanted
+        shared, slices = chunks.plan_shared(*sizes, least) if share else (0, self.slices)
         size = chunks.rows_beside_sum(sizes[0], self._fitting(), sizes[-1]) if apart else 0
         return (0, self._of_rows(size)) if size and -(-sizes[0] // size) <= len(slices) else (shared, slices)
 

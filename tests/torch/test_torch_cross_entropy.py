@@ -223,7 +223,7 @@ def test_unknown_reduction() -> None:
 def chunked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     size = request.param
 
-    def plan_shared(rows: int, hidden: int, vocab: int, itemsize: int) -> tuple[int, list[slice]]:
+    def plan_shared(rows: int, hidden: int, vocab: int, itemsize: int, least: bool = False) -> tuple[int, list[slice]]:
         slices = [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
         return rows * hidden + size * vocab + chunks.TILE, slices
 
@@ -644,7 +644,7 @@ def test_chunks_are_whole_tiles_and_few() -> None:
         assert size <= larger <= max(size, min(chunks.ENOUGH, 4 * hidden))
         assert 1 <= size <= rows
         assert -(-rows // size) <= chunks.MAX_CHUNKS
-        room, slices = chunks.plan_shared(rows, hidden, vocab, 2)
+        room, slices = chunks.plan_shared(rows, hidden, vocab, 2, least=rows == 4096)
         assert [s.start for s in slices] + [rows] == [0] + [s.stop for s in slices]
         assert len(slices) <= chunks.MAX_CHUNKS
         for s in slices:  # the logits lie behind the gradients that their chunk completes
