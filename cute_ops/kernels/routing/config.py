@@ -31,6 +31,7 @@ class RouteConfig(RowConfig):
     Attributes:
         ctas: how many there are.
         ahead: how many tiles ahead of a CTA's rows their logits are prefetched to L2; 0: none are.
+        unroll: tiles that a CTA loads, and computes, at a time.
 
     In the form ``vectors`` only the vectors of a row are sorted whose largest numbers are the largest; in ``route`` all
     numbers.
@@ -38,6 +39,7 @@ class RouteConfig(RowConfig):
 
     ctas: int = 0
     ahead: int = 0
+    unroll: int = 1
 
 
 class GatherConfig(KernelConfig):

@@ -53,7 +53,7 @@ class RoutedRows(SortedTopK):
         self.tile = RowTile(WholeVectors(variant, "logits", self.n), config)
         self.access = RowAccess(variant, self.tile, -math.inf)
         self.compare_by(key_type(variant.tensors["logits"].itemsize))
-        self.ctas, self.resident = config.ctas, config.resident
+        self.ctas, self.resident, self.unroll = config.ctas, config.resident, config.unroll
         self.ahead = config.ahead if variant.tensors["logits"].layout == "flat" else 0
         self.groups = min(ADDING // self.n, GROUPS)
         # A thread's part of the `size` vectors whose largest numbers are the largest.
@@ -91,12 +91,13 @@ class RoutedRows(SortedTopK):
         rTotal = fragment(Float32, self.tile.per_thread * self.tile.vec, 0.0)
         tiles = (count + (self.tile.rows - 1)) // self.tile.rows
         steps = Int32((tiles - cta + (parts - 1)) // Int64(parts))
-        for step in cutlass.range(steps, unroll=1):
-            tile = Int64(cta) + Int64(step) * parts
+        for step in cutlass.range((steps + (self.unroll - 1)) // self.unroll, unroll=1):
+            tile = Int64(cta) + Int64(step) * self.unroll * parts
             if cutlass.const_expr(self.ahead > 0):
                 self._fetch_ahead(mLogits, tile + Int64(parts) * self.ahead, tidx)
-            row = tile * self.tile.rows + local
-            self._row((mLogits, mWeights, mIndex), sCount, rTotal, self.access.coord(row, count, t, 0))
+            rows = [(tile + u * Int64(parts)) * self.tile.rows + local for u in range(self.unroll)]
+            coords = [self.access.coord(row, count, t, 0) for row in rows]
+            self._rows((mLogits, mWeights, mIndex), sCount, rTotal, coords)
         for k, first in enumerate(self.tile.columns(t, 0, Int64(0))):
             self._share(sTotal[None, local], rTotal, first, k)
         cute.arch.sync_threads()
@@ -122,12 +123,18 @@ class RoutedRows(SortedTopK):
             for j in cutlass.range_constexpr(self.tile.vec):
                 sTotal[first + j] = rTotal[k * self.tile.vec + j]
 
-    def _row(self, tensors, sCount, rTotal, coord):
+    def _rows(self, tensors, sCount, rTotal, coords):
+        """Route some rows of a thread, all of which load together."""
+        places = [self.access.readable(coord) for coord in coords]
+        found = [self.access.row(tensors[0], "logits", place.row) for place in places]
+        loaded = [self.access.load([gRow], place)[0] for gRow, place in zip(found, places)]
+        for logits, gRow, coord in zip(loaded, found, coords):
+            self._row(tensors, (sCount, rTotal), logits, gRow, coord)
+
+    def _row(self, tensors, sums, logits, gRow, coord):
         """Choose a row's experts, and add its probabilities to the sums of this thread's columns."""
-        mLogits, mWeights, mIndex = tensors
-        dtype, place = mLogits.element_type, self.access.readable(coord)
-        gRow = self.access.row(mLogits, "logits", place.row)
-        (logits,) = self.access.load([gRow], place)
+        (mLogits, mWeights, mIndex), (sCount, rTotal) = tensors, sums
+        dtype = mLogits.element_type
         if self.by_vectors:
             keys = self.whole.shared(self._of_vectors(logits, gRow, coord))[: self.k]
             rTop, columns = numbers(keys, dtype), [column(each) for each in keys]

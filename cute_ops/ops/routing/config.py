@@ -34,6 +34,8 @@ SELECT_FEWER, SELECT_FEWER_SM_THREADS = 128, {True: 1024, False: 768}
 ROUTED_COLUMNS, FEW_EXPERTS, MANY_CHOSEN = {2: 48, 4: 32}, 32, 8
 FEW_ROUTED: Ladder[tuple[int, int]] = ((8, (256, 6)), (16, (256, 4)), (FEW_EXPERTS, (128, 6)))
 ROUTED, MANY_ROUTED = (256, 2), {2: (128, 4), 4: (128, 3)}
+# Of rows of a vector, of which two are chosen, a thread has two at a time: 14680064 x 8 runs at 0.80 of a copy's rate,
+# by one at 0.75; of 16 and 32 experts at 0.76 and 0.59, by one at 0.79 and 0.60.
 # (Threads of a CTA, CTAs of an SM) by columns of a thread that sorts but a few of its vectors, in rows of at least
 # SELECTED_ROW logits of 16 bits: 511845 x 256 and k = 8 runs at 0.48 of a copy's rate by 64 columns, at 0.39 by 32;
 # 514690 x 384 and k = 6 at 0.50 by 96, at 0.46 by 48.
@@ -82,7 +84,8 @@ def routed(problem: Problem) -> RouteConfig:
         # More than two that are sorted take more registers than six large CTAs leave.
         resident = min(resident, 5) if threads == 256 and problem.attrs["k"] > 2 else resident
     ctas, ahead = resident * problem.sm_count, int(n > FEW_EXPERTS)
-    return RouteConfig(form, threads, share, resident=resident, ctas=ctas, ahead=ahead)
+    unroll = 2 if n * itemsize <= VECTOR_BYTES and problem.attrs["k"] <= 2 else 1
+    return RouteConfig(form, threads, share, resident=resident, ctas=ctas, ahead=ahead, unroll=unroll)
 
 
 def _few_vectors(problem: Problem, share: int) -> bool:
