@@ -113,11 +113,12 @@ DEAR, REGISTER_THREADS = 3, 1024
 # three vectors in four warps, of which some have none, at 0.72.
 DEEP_KEPT, DEEP_THREADS, DEEP_CLUSTER_THREADS, DEEP_PAIRS, DEEP_EVEN_PAIRS = 64, 512, 576, 256, 320
 # Two tiles of which only numbers are stored, longer than CTA_VECTORS: up to NUMBERS_ROW in registers of one CTA, longer
-# or unaligned ones in shared memory of up to two, NUMBERS_SPAN vectors each. Soft cross entropies of 9216 classes run
-# at 0.98 of a copy's rate, by clusters of two at 0.68, of 10240 to 16384 at 0.97 - 1.00, 0.61 - 0.79, of 32000 at 0.84,
-# 0.58. Gradients of unaligned ones of more than RING_OF_TWO vectors: those of 5003 to 8190 classes run at 0.88 - 0.91
-# by NUMBERS_THREADS, in registers at 0.79 - 0.90.
-NUMBERS_ROW, NUMBERS_SPAN, NUMBERS_THREADS, NUMBERS_RESIDENT = 1152, 2048, 256, 4
+# or unaligned ones in shared memory of up to NUMBERS_CTAS, NUMBERS_SPAN vectors each. Soft cross entropies of 9216
+# classes run at 0.98 of a copy's rate, by clusters of two at 0.68, of 10240 to 16384 at 0.97 - 1.00, 0.61 - 0.79, of
+# 32000 at 0.84, 0.58, of 50257 at 0.62, in registers of eight CTAs at 0.39, of 128256 at 0.71, of sixteen at 0.40.
+# Gradients of unaligned ones of more than RING_OF_TWO vectors: those of 5003 to 8190 classes run at 0.88 - 0.91 by
+# NUMBERS_THREADS, in registers at 0.79 - 0.90.
+NUMBERS_ROW, NUMBERS_SPAN, NUMBERS_THREADS, NUMBERS_RESIDENT, NUMBERS_CTAS = 1152, 2048, 256, 4, 8
 RING_OF_TWO, RING_OF_TWO_RESIDENT = 600, 5
 # Of unaligned rows of which DEEP_RING_THREADS in each of more than DEEP_RING_CTAS store numbers only, all spill: then
 # the row is in shared memory, for DEEP_RING_RESIDENT CTAs of an SM. A divergence of 1062 x 124874 runs at 0.37 of a
@@ -270,12 +271,12 @@ class RowExpression(NamedTuple):
         return plain and row.itemsize == 2 and self.read <= 2 and cluster <= MOST_UNREDUCED_CLUSTER
 
     def _numbers_of_two(self, row: RowProblem) -> FusedRowConfig | None:
-        """Longer rows of two tiles of 16 bits of which only numbers are stored, by up to two CTAs; None of others."""
+        """Longer rows of two tiles of 16 bits of which only numbers are stored, by up to eight CTAs; None of others."""
         plain = row.itemsize == self.read == 2 and {*self.texts.kinds} == {"c"} and 0 < self.special < DEAR
         if plain and row.aligned and row.vectors <= NUMBERS_ROW:
             share = threads_for(row.vectors, 3)
             return self._config("one_pass", share, share, resident=3, align_vectors=row.align_vectors)
-        cluster = min(cluster_for(row.touched, NUMBERS_SPAN, row.max_cluster), 2)
+        cluster = min(cluster_for(row.touched, NUMBERS_SPAN, row.max_cluster), NUMBERS_CTAS)
         span = -(-row.touched // cluster)
         threads, align = NUMBERS_THREADS, row.align_vectors
         slot = threads * -(-span // threads) * VECTOR_BYTES * 2
