@@ -133,7 +133,9 @@ class Problem:
         grad = self.declaration.grad
         if grad is None:
             raise ValueError(f"{self.op} has no gradient")
-        known = {**forward.inputs, **forward.outputs, **{f"d{n}": a for n, a in forward.outputs.items()}}
+        saving = self.declaration.saving
+        saved = bind(saving, self.arrays(), dict(self.attrs)).outputs if saving else {}
+        known = {**forward.inputs, **saved, **forward.outputs, **{f"d{n}": a for n, a in forward.outputs.items()}}
         return bind(grad, {name: known.get(name) for name in grad.inputs}, dict(self.attrs))
 
     def bytes(self, direction: str) -> int:

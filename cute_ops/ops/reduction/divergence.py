@@ -17,8 +17,8 @@ from cute_ops.kernels.rows.config import FusedConfig, FusedRowConfig
 from cute_ops.ops import docs
 from cute_ops.ops.checks import FINITE, within
 from cute_ops.ops.expression.formula import ByAttrs, Formula, declare
-from cute_ops.ops.expression.fused import fused
 from cute_ops.ops.expression.traces import Traces
+from cute_ops.ops.rows import CTA_VECTORS, cluster_for, threads_for
 
 ROW: Mapping[str, Any] = {"axis": -1, "keepdims": True}
 CASES = (
@@ -33,31 +33,67 @@ CASES = (
 LEAST = 2.0**-126
 
 
-def _softmax(xp: Any, x: Any, weight: float, temperature: float) -> tuple[Any, Any]:
-    """The weighted probabilities, and the logarithms to base 2 of those without a weight. Powers of 2 take one
-    instruction.
+def _softmax(xp: Any, x: Any, weight: float, temperature: float) -> tuple[Any, Any, Any, Any]:
+    """The weighted probabilities, the logarithms to base 2 of those without a weight, and the two numbers of a row that
+    these take: its largest exponent, and the logarithm of its sum of powers. Powers of 2 take one instruction.
     """
     # A softmax does not change with what is subtracted. Scaled before, an element takes one multiply-add.
     scale = math.log2(math.e) / temperature
-    shifted = x * scale - xp.stop_gradient(xp.max(x, **ROW)) * scale
+    top = xp.max(x, **ROW) * scale
+    shifted = x * scale - top
     powers = xp.exp2(shifted)
     total = xp.sum(powers, **ROW)
-    return powers * (weight / total), shifted - xp.log2(total)
+    log_sum = xp.log2(total)
+    return powers * (weight / total), shifted - log_sum, top, log_sum
+
+
+def _terms(xp: Any, student: Any, teacher: Any, beta: float, temperature: float) -> tuple[list[Any], tuple[Any, ...]]:
+    """What an element adds to the divergence, in bits: the teacher's part and the student's; and the row's numbers."""
+    q, log_q, *of_student = _softmax(xp, student, 1 - beta if 0 < beta < 1 else 1.0, temperature)
+    p, log_p, *of_teacher = _softmax(xp, teacher, beta or 1.0, temperature)
+    numbers = *of_student, *of_teacher
+    if beta == 0:
+        return [p * (log_p - log_q)], numbers
+    if beta == 1:
+        return [q * (log_q - log_p)], numbers
+    log_mixed = xp.log2(xp.maximum(p + q, LEAST))
+    return [p * (log_p - log_mixed), q * (log_q - log_mixed)], numbers
 
 
 def _divergence(xp: Any, student: Any, teacher: Any, *, beta: float, temperature: float) -> Any:
-    q, log_q = _softmax(xp, student, 1 - beta if 0 < beta < 1 else 1.0, temperature)
-    p, log_p = _softmax(xp, teacher, beta or 1.0, temperature)
+    terms, _ = _terms(xp, student, teacher, beta, temperature)
+    return xp.sum(sum(terms[1:], terms[0]), **ROW) * math.log(2)
+
+
+def _with_numbers(xp: Any, student: Any, teacher: Any, *, beta: float, temperature: float) -> tuple[Any, ...]:
+    """The divergence, and what its gradient takes of a row: the numbers of both softmaxes, and the student's own
+    divergence, in bits.
+    """
+    terms, numbers = _terms(xp, student, teacher, beta, temperature)
+    sums = [xp.sum(term, **ROW) for term in terms]
+    offset = sums[1] * (1 / (1 - beta)) if len(sums) > 1 else sums[0]
+    return sum(sums[1:], sums[0]) * math.log(2), *numbers, offset
+
+
+def _gradient(
+    xp: Any, student: Any, teacher: Any, *, student_max: Any, student_log_sum: Any, teacher_max: Any,
+    teacher_log_sum: Any, offset: Any, dloss: Any, beta: float, temperature: float,
+) -> Any:  # fmt: skip
+    scale = math.log2(math.e) / temperature
+    log_q = (student * scale - student_max) - student_log_sum
+    log_p = (teacher * scale - teacher_max) - teacher_log_sum
+    q = xp.exp2(log_q)
     if beta == 0:
-        return xp.sum(p * (log_p - log_q), **ROW) * math.log(2)
-    # The gradients by way of logarithms are sums of q's, of which a softmax has none: only its factor's is left.
-    if beta == 1:
-        return xp.sum(q * xp.stop_gradient(log_q - log_p), **ROW) * math.log(2)
-    log_mixed = xp.log2(xp.maximum(p + q, LEAST))
-    from_q = q * xp.stop_gradient(log_q - log_mixed)
-    return xp.sum(p * xp.stop_gradient(log_p - log_mixed) + from_q, **ROW) * math.log(2)
+        return (dloss * (1 / temperature)) * (q - xp.exp2(log_p))
+    if beta < 1:
+        log_p = xp.log2(xp.maximum(xp.exp2(log_p) * beta + q * (1 - beta), LEAST))
+    weight = math.log(2) / temperature * (1 - beta if beta < 1 else 1.0)
+    return (dloss * weight) * q * ((log_q - log_p) - offset)
 
 
+# Vectors of each row of a thread, and CTAs of an SM, where rows are off a vector: 1957 x 30001 runs at 0.49 of a copy's
+# rate, by single slots of shared memory at 0.40.
+VECTORS, CTAS = 4, 4
 # `distillation_step` of 1024 x 128256 takes 478 us (beta 0.5) and 345 (beta 0) in the shared memory of eight CTAs of
 # 512 threads, three of which share an SM, in the registers of sixteen 610 and 478 (H200).
 RING_CTAS, RING_THREADS, RING_RESIDENT = 8, 512, 3
@@ -140,10 +176,74 @@ def check(binding: Binding) -> str | None:
     return within(beta=(0.0, 1.0), temperature=FINITE)(binding)
 
 
-divergence = fused(
-    _divergence, name="divergence", operands={"student": "*m n", "teacher": "*m n"}, outputs=("loss",), cases=CASES,
-    attrs={"beta": 0.5, "temperature": 1.0}, no_gradient=("teacher",), squeezed=True, check=check,
-    grad_doc="Gradient of :func:`divergence` to the student's logits.",
+def _in_registers(formula: Formula, problem: Problem) -> FusedConfig | FusedRowConfig:
+    """Rows off a vector are in registers, too, where the expression's kernel would spill."""
+    found = formula.config(problem)
+    if isinstance(found, FusedConfig) or found.form != "ring" or problem.attrs["beta"] in (0.0, 1.0):
+        return found
+    row = formula.rows.row(problem)
+    cluster = cluster_for(row.touched, CTA_VECTORS, row.max_cluster)
+    share = threads_for(-(-row.touched // cluster), VECTORS)
+    if row.touched > cluster * CTA_VECTORS:
+        return found
+    return replace(found, form="one_pass", threads=share, threads_per_row=share, cluster=cluster, resident=CTAS)
+
+
+def _rows_off_a_vector(formula: Formula, problem: Problem) -> FusedConfig | FusedRowConfig:
+    """A kernel of elements loads elements one by one where rows do not start on a vector."""
+    rows = formula.rows
+    return formula.config(problem) if problem.n is None or rows.row(problem).aligned else rows.config(problem)
+
+
+def _formula(name: str, function: Callable[..., Any], inputs: Mapping[str, Tensor], writes: tuple[str, ...]) -> Any:
+    """By attributes, the formula of a function of tiles and of numbers of rows."""
+    by_rows = "student_max" not in inputs
+    kinds = {key: "*m n" if tensor.shape == "*m n" else "*m 1" for key, tensor in inputs.items()}
+    traces, letters = Traces(name, function, kinds, ATTRS), "t" if writes == ("dstudent",) else "c" * len(writes)
+    return ByAttrs(lambda attrs: Formula(traces(attrs), by_rows, tuple(inputs), writes, letters, "student"))
+
+
+def saved_by_the_forward(xp: Any, arrays: dict[str, Any]) -> None:
+    """The numbers of each row, as the gradient gets them with the attributes' defaults."""
+    found = _with_numbers(xp, *(arrays[key].astype(xp.float64) for key in TILES), beta=0.5, temperature=1.0)
+    for key, value in zip(NUMBERS, found[1:], strict=True):
+        arrays[key][...] = value[..., 0]
+
+
+TILES = {key: Tensor("*m n", "T") for key in ("student", "teacher")}
+ATTRS = {"beta": 0.5, "temperature": 1.0}
+ROW_NUMBER = Tensor("*m", "float32")
+NUMBERS = dict.fromkeys(("student_max", "student_log_sum", "teacher_max", "teacher_log_sum", "offset"), ROW_NUMBER)
+KERNEL = "cute_ops.kernels.reduction.divergence:divergence"
+
+_given = {**TILES, **NUMBERS, "dloss": ROW_NUMBER}
+divergence_bwd = declare(
+    "divergence_bwd", _formula("divergence_bwd", _gradient, _given, ("dstudent",)), _given,
+    {"dstudent": TILES["student"]}, ATTRS, module=__name__, config=_rows_off_a_vector, check=check, cases=CASES,
+    arrange=saved_by_the_forward,
+    doc="""Gradient of :func:`divergence` to the student's logits, from numbers of each row that the forward gave.
+
+    With ``q`` the student's softmax, ``p`` the teacher's and ``m`` their mixture: ``dstudent = dloss * (1 - beta) /
+    temperature * q * (log(q / m) - sum(q * log(q / m)))``; for beta 1 with p in place of m and without the factor, for
+    beta 0 ``dloss / temperature * (q - p)``. One read of both, one write.
+    """,
+)  # fmt: skip
+
+_saved = {"loss": ROW_NUMBER, **NUMBERS}
+divergence_saving = declare(
+    "divergence_saving", _formula("divergence_saving", _with_numbers, TILES, tuple(_saved)), TILES, _saved, ATTRS,
+    module=__name__, config=_in_registers, kernel=KERNEL, check=check, cases=CASES,
+    inference_only="divergence has one",
+    doc="""What :func:`divergence` computes, and the numbers of each row that its gradient takes, in one pass: the
+    largest exponents to base 2, the logarithms of the sums of powers, and the student's divergence from the mixture, in
+    bits.
+    """,
+)  # fmt: skip
+
+divergence = declare(
+    "divergence", _formula("divergence", _divergence, TILES, ("loss",)), TILES, {"loss": ROW_NUMBER}, ATTRS,
+    module=__name__, config=_in_registers, kernel=KERNEL, grad=divergence_bwd, saving=divergence_saving,
+    no_gradient=("teacher",), check=check, cases=CASES,
     doc=f"""The generalised Jensen-Shannon divergence of a student's and a teacher's distributions.
 
     With ``p``, ``q`` the softmax of the teacher's and the student's logits over the temperature and ``m = beta * p +
@@ -166,9 +266,8 @@ divergence = fused(
     """,
 )  # fmt: skip
 
-_WEIGHT = Tensor("*m", "float32")
 divergence_step = _step(
-    "divergence_step", _divergence_step, {"soft": _WEIGHT},
+    "divergence_step", _divergence_step, {"soft": ROW_NUMBER},
     """Each row's :func:`divergence` times its weight, and the gradient of that to the student's logits, in one pass.
 
     Args:
@@ -183,7 +282,7 @@ divergence_step = _step(
 )  # fmt: skip
 distillation_step = _step(
     "distillation_step", _distillation_step,
-    {"target": Tensor("*m", "I", upper_bound="n"), "soft": _WEIGHT, "hard": _WEIGHT},
+    {"target": Tensor("*m", "I", upper_bound="n"), "soft": ROW_NUMBER, "hard": ROW_NUMBER},
     """A weighted sum of each row's :func:`divergence` and of the student's cross entropy, and its gradient to the
     student's logits, in one pass.
 
