@@ -53,6 +53,11 @@ PHASES = {
         300, (script("device_time", "--out", "{out}", "--resume", "--workers", "0", "--seconds", "{seconds}"),)
     ),
     "llama_step": Phase(240, (script("llama_step", "--out", "{out}"),)),
+    "llama_floor": Phase(240, (script("llama_floor", "--out", "{out}", "--warm"),)),
+    "model_steps": Phase(480, (script("model_steps", "--out", "{out}", "--seconds", "{seconds}"),)),
+    "attention": Phase(240, (script("attention", "--out", "{out}"),)),
+    "decode": Phase(180, (script("decode", "--out", "{out}"),)),
+    "sample": Phase(300, (script("sample", "--out", "{out}", "--again", "--seconds", "{seconds}"),)),
     "expressions": Phase(270, (script("expressions", "--out", "{out}"),)),
     "linear_cross_entropy": Phase(90, (script("linear_cross_entropy", "--out", "{out}"),)),
     "head_losses": Phase(110, (script("head_losses", "--out", "{out}"),)),

@@ -11,7 +11,7 @@ contenders of llama_step.py, which have processes of their own:
 
 Rows of `part` step are those turns: watts and MHz are NVML's of a whole turn, joules those of a step. The others are
 the parts, hot. Where all draw the watts of the power limit, time is energy, and neither fusing nor launching better
-makes a step faster than the last loop. The contenders' rows of ``llama_step.csv``, of the same turns, are written, too.
+makes a step faster than the last loop.
 
 python benchmarks/llama_floor.py --out out/benchmarks
 """
@@ -33,7 +33,6 @@ from typing import Any
 from unittest import mock
 
 import linear
-import llama_step
 import torch
 import torch.nn.functional as F
 from common import Spread, Table, parse, spread
@@ -265,7 +264,6 @@ def main(arguments: list[str] | None = None) -> int:
         worker.ready()
         workers.append(worker)
     table, console = Table(options.out / "llama_floor.csv", COLUMNS), Console(soft_wrap=True)
-    steps = Table(options.out / "llama_step.csv", llama_step.COLUMNS)
 
     def add(row: dict[str, Any]) -> None:
         table.add({**row, "batch": options.batch, "seqlen": options.seqlen})
@@ -287,7 +285,6 @@ def main(arguments: list[str] | None = None) -> int:
         if isinstance(ended, str):
             console.print(f"{worker.contender}: failed\n{ended}")
             continue
-        steps.add(ended)
         low, high = (1e3 * options.batch * options.seqlen / ended[f"tokens_per_s_{end}"] for end in ("max", "min"))
         times[worker.contender] = {"ms": ended["ms"], "ms_min": low, "ms_max": high}
     for name, ms in times.items():

@@ -44,8 +44,8 @@ def draw_all(folder: Path) -> list[Path]:
     found = points(rows)
     made = {"rates": rates(rows), "overview": overview(found), "roofline": roofline(rows, found)}
     for name, draw in DRAWN.items():
-        if (path := folder / f"{name}.csv").exists():
-            made[name] = draw(read(path))
+        if (path := folder / f"{name}.csv").exists() and (measured := read(path)):
+            made[name] = draw(measured)
     for name, figure in made.items():
         save(figure, folder / f"{name}.svg")
     return [folder / f"{name}.svg" for name in made]

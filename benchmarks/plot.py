@@ -45,8 +45,7 @@ def section(folder: Path) -> str:
     parts = []
     for name, (title, make) in TABLES.items():
         path = folder / f"{name}.csv"
-        if path.exists():
-            rows = read(path)
+        if path.exists() and (rows := read(path)):
             links = f"[how](../{name}.py), `{name}.csv`, [notes](#{name}csv)"
             versions, commits = ("; ".join(unique(row[c] for row in rows)) for c in ("versions", "commit"))
             source = f"Driver {rows[0]['driver']}; {versions}. Commits: {commits}."
