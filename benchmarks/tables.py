@@ -105,27 +105,30 @@ def model_table(rows: list[Row]) -> str:
 
 def attention_table(rows: list[Row]) -> str:
     """TFLOPS by shape and contender, the fastest in bold."""
-    return by_shape("TFLOPS", rows, lambda r: f"{r['direction']} {attended(r)}", lambda r: float(r["tflops"] or 0))
+    return by_shape(rows, lambda r: f"{r['direction']} {attended(r)}", "tflops", max)
 
 
 def decode_table(rows: list[Row]) -> str:
     """Microseconds by shape and contender, the fastest in bold."""
-    return by_shape("us", rows, decoded, lambda r: -float(r["us"] or 0))
+    return by_shape(rows, decoded, "us", min)
 
 
-def by_shape(unit: str, rows: Iterable[Row], label: Callable[[Row], str], worth: Callable[[Row], float]) -> str:
+def by_shape(rows: Iterable[Row], label: Callable[[Row], str], column: str, best: Callable[..., str]) -> str:
     """A line for each shape with a column for each contender, of which the last row counts; the best in bold."""
     ok = [r for r in rows if r["status"] == "ok"]
     names = unique(r["contender"] for r in ok)
     found: dict[str, dict[str, float]] = {}
     for r in ok:
-        found.setdefault(label(r), {})[r["contender"]] = worth(r)
+        found.setdefault(label(r), {})[r["contender"]] = float(r[column])
     lines = []
     for line, of in found.items():
-        best = max((n for n in of if n not in NOT_COMPARED), key=of.__getitem__, default="")
-        cells = (f"{abs(of[n]):.4g}" if n in of else "" for n in names)
-        lines.append((line, *(f"**{c}**" if n == best else c for n, c in zip(names, cells, strict=True))))
-    return markdown([unit, *names], lines)
+        fastest = best((n for n in of if n not in NOT_COMPARED), key=of.__getitem__, default="")
+        cells = (f"{of[n]:.4g}" if n in of else "" for n in names)
+        lines.append((line, *(f"**{c}**" if n == fastest else c for n, c in zip(names, cells, strict=True))))
+    return markdown([UNITS[column], *names], lines)
+
+
+UNITS = {"tflops": "TFLOPS", "us": "us"}
 
 
 def sample_table(rows: list[Row]) -> str:
