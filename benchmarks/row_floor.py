@@ -162,6 +162,10 @@ def points() -> Iterator[Point]:
     yield from (grouped(143, 1600, 192), grouped(516, 1024, 128), grouped(66, 4096, 256), grouped(110, 1024, 320))
     yield from (rows("dropout_add_layernorm", 8192, **DROPPED), rows("dropout_add_rmsnorm", 4096, **DROPPED))
     yield from (routed(511845, 256, 8), routed(262144, 512, 8), routed(4194304, 8, 2), routed(819200, 128, 8))
+    yield from (rows("divergence", 2880, **F16), *(rows("divergence", n) for n in (9728, 32000, 128256, 124874)))
+    yield from (rows("soft_cross_entropy", n) for n in (50257, 128256))
+    yield from (rows("cross_entropy", n, attrs=(("label_smoothing", 0.1),)) for n in (50257, 128256, 201088))
+    yield from (largest(1638400, 64, 8), largest(819200, 128, 8), largest(13110, 8192, 20), largest(6552, 8192, 100))
 
 
 def moved(reads: int, writes: int, dtype: str, n: int, count: int) -> Binding:
