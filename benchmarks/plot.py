@@ -105,12 +105,13 @@ def device_lines(found: Sequence[Point]) -> Lines:
     for direction, title in TITLES.items():
         of = [p for p in ours if p.direction == direction]
         shares = [p.share[OURS] for p in of if p.large]
-        lines.append((f"{title}, {len(shares)} points of 128 MB and more", f"{mean(shares)} of a copy's GB/s"))
+        what = f"ops bound by memory, {title}: {len(shares)} points of 128 MB and more"
+        lines.append((what, f"{mean(shares)} of a copy's GB/s"))
     ratios = {d: mean(given(p.ahead_of_best() for p in ours if p.direction == d)) for d in TITLES}
     best = f"{ratios['fwd']} x forward, {ratios['bwd']} x backward"
-    lines.append(("speed over the fastest of PyTorch, torch.compile, quack, Liger and XLA at each point", best))
-    lines.append(("points more than 3% behind the fastest of them", f"{len(behind(ours))} of {len(ours)}"))
-    lines.append(("JAX: speed over XLA", f"{mean(given(p.ahead(XLA, OURS_JAX) for p in found))} x"))
+    lines.append(("their speed over the fastest of PyTorch, torch.compile, quack, Liger and XLA at each point", best))
+    lines.append(("points of this grid more than 3% behind the fastest", f"{len(behind(ours))} of {len(ours)}"))
+    lines.append(("the same ops in JAX: speed over XLA", f"{mean(given(p.ahead(XLA, OURS_JAX) for p in found))} x"))
     return lines
 
 
@@ -122,7 +123,7 @@ def drawn_lines(folder: Path) -> Lines:
     for kind, speeds in kinds.items():
         late = sum(speed < 1 - BEHIND for speed in speeds)
         texts.append(f"{kind} {mean(speeds)} x, {late} of {len(speeds)} more than {BEHIND:.0%} behind")
-    return [("sizes drawn by a seed: speed over the fastest other", "; ".join(texts))] if texts else []
+    return [("sizes drawn by a seed: speed over the fastest other at each point", "; ".join(texts))] if texts else []
 
 
 def attention_lines(folder: Path) -> Lines:

@@ -387,7 +387,7 @@ def test_pictures_and_tables(tmp_path: Path) -> None:
         (page, "| rmsnorm forward 8x64 | 90 | 90 | failed | 90 | 90 | 90 | 90 |"),
         (page, "| m | 30 (2) | 20 (1) | 1.50 x |"),
         (page, "patched and not. g, 2026-01-01 to 2026-01-02: "),
-        (readme, "| forward, 2 points of 128 MB and more | 0.900 of a copy's GB/s |"),
+        (readme, "| ops bound by memory, forward: 2 points of 128 MB and more | 0.900 of a copy's GB/s |"),
     ):
         text = path.read_text()
         assert text.startswith("before\n")
