@@ -57,7 +57,7 @@ def attend(
     return out.to(query.dtype), None
 
 
-def mask_of_once(*_: Any, dtype: torch.dtype, device: torch.device, local_size: int | None = None, **__: Any) -> Any:
+def mask_of_once(*_: Any, dtype: torch.dtype, device: Any = None, local_size: int | None = None, **__: Any) -> Any:
     """A mask of one token and itself, which says its window."""
     mask = torch.zeros((1, 1, 1, 1), dtype=dtype, device=device)
     mask.window = local_size or 0
