@@ -224,7 +224,8 @@ def choose(size: GemmSize, cost: EpilogueCost, arch: str, sm_count: int, by_rows
         least = min(times.values(), default=0)
         most = max(AS_FAST * least, min(stored, LONGEST_STORED * least))
         near = [config for config, time in times.items() if time <= most]
-        return min(near, key=lambda config: (*_loads(config, size), times[config]), default=None)
+        chosen = min(near, key=lambda config: (*_loads(config, size), times[config]), default=None)
+        return _without_cluster(chosen, near) if chosen and size.k <= SWIZZLED else chosen
 
     usual = fastest(config for config in possible if not _for_one_wave(config))
     # Of 93 drawn products these took 0.87 of the time of the others in one wave, and as long in more waves (H200).
@@ -238,15 +239,20 @@ def _loads(config: GemmConfig, size: GemmSize) -> tuple[float, int]:
     """What decides between configs that are as fast: what a CTA loads, then how many CTAs wait for each other.
 
     With one row of tiles the CTAs of a cluster share the rows of a alone, which gains nothing while all wait for
-    memory: 19 drawn products take 1.1% less time without, up to 4% less, one 4% more (H200). Nor do clusters gain where
-    a tile is one step of terms: of seven drawn gradients of weights by 8 to 64 rows six were fastest without, by 2.5 to
-    11.5% (H200).
+    memory: 19 drawn products take 1.1% less time without, up to 4% less, one 4% more (H200).
     """
     if size.m <= MMA_M and size.off_a == 1:
         return config.tile_m + config.tile_n * size.off_b, config.ctas
-    if size.k <= SWIZZLED:
-        return config.ctas, int(loaded(config, size))
     return loaded(config, size), 1
+
+
+def _without_cluster(chosen: GemmConfig, near: Iterable[GemmConfig]) -> GemmConfig:
+    """The config whose tiles share no columns, of a product whose tiles are one step of terms: with these clusters 15
+    drawn gradients of weights by 8 to 64 rows took 2.7% longer, up to 7%, none more than 0.8% less (H200).
+    """
+    tile = chosen.form, chosen.tile_m, chosen.tile_n
+    alone = (c for c in near if (c.form, c.tile_m, c.tile_n) == tile and c.ctas == 1)
+    return next(alone, chosen) if chosen.cluster_n > 1 else chosen
 
 
 def _for_one_wave(config: GemmConfig) -> bool:
