@@ -19,6 +19,7 @@ from cute_ops_jax.fusion.report import report_of
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+_ARRAY = object()  # the place of an array among a function's outputs
 _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 
 
@@ -98,7 +99,8 @@ def _traced(function: Callable[..., Any], args: Any, kwargs: Any, exact: bool, o
             given[place] = array
         args, kwargs = jax.tree.unflatten(tree, given)
         outputs, out_tree = jax.tree.flatten(function(*args, **kwargs))
-        results[:] = [outputs, out_tree]
+        # Arrays are traced here: kept until the call returns they would be leaked tracers.
+        results[:] = [[_ARRAY if isinstance(each, _ARRAYS) else each for each in outputs], out_tree]
         return [each for each in outputs if isinstance(each, _ARRAYS)]
 
     arrays = [leaves[place] for place in places]
@@ -112,7 +114,7 @@ def _traced(function: Callable[..., Any], args: Any, kwargs: Any, exact: bool, o
         outputs, out_tree = results
         remaining = iter(made)
         return jax.tree.unflatten(
-            out_tree, [jax.numpy.asarray(next(remaining)) if isinstance(each, _ARRAYS) else each for each in outputs]
+            out_tree, [jax.numpy.asarray(next(remaining)) if each is _ARRAY else each for each in outputs]
         )
 
     with without_collections():

@@ -663,3 +663,14 @@ def test_what_is_no_function_is_refused() -> None:
 def test_drawn_programs(seed: int) -> None:
     """``python -m tests.jax.drawn_graphs --count 500`` runs more. 853 has terms that cancel, 20005 is large."""
     run_seed(seed)
+
+
+def test_no_tracer_leaks() -> None:
+    def function(x: jax.Array, weight: jax.Array) -> dict[str, Any]:
+        y = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * weight
+        return {"sum": y.sum(), "rows": x.shape[0]}
+
+    x, weight = jnp.ones((4, 64)), jnp.ones(64)
+    with jax.check_tracer_leaks(True):
+        jax.jit(jax.grad(lambda x, weight: cute_ops_jax.fuse(function)(x, weight)["sum"]))(x, weight)
+        assert cute_ops_jax.fuse(function)(x, weight)["rows"] == 4
