@@ -76,7 +76,8 @@ def run_of(op: Op, tensors: Tensors, attrs: dict[str, Any], kernel: str = "") ->
         torch.empty(made.shape, dtype=getattr(torch, made.dtype), device="cuda")
         for made in binding.outputs.values() if made is not None
     ]  # fmt: skip
-    return partial(planned_call(binding, found, torch.device("cuda")).fill(tuple(op.outputs)), *tensors, *outputs)
+    given = [x for x in tensors if x is not None]
+    return partial(planned_call(binding, found, torch.device("cuda")).fill(tuple(op.outputs)), *given, *outputs)
 
 
 def measure(shape: Shape, eight: bool, rounds: int, table: Table, console: Console) -> None:

@@ -113,6 +113,18 @@ def decode_table(rows: list[Row]) -> str:
     return by_shape(rows, decoded, "us", min)
 
 
+def cache_floors(rows: list[Row]) -> str:
+    """Microseconds by shape and contender, each with its part of a copy's rate, or TFLOPS and MHz."""
+    found: dict[str, dict[str, str]] = {}
+    for r in rows:
+        more = r["of_copy"] or f"{r['tflops']} TFLOPS, {r['mhz']} MHz"
+        found.setdefault(f"{decoded(r)}, {r['dtype']}", {})[r["contender"]] = f"{r['us']} ({more})"
+    names = unique(r["contender"] for r in rows)
+    return markdown(
+        ["us (part of a copy's rate)", *names], ([s, *(of.get(n, "") for n in names)] for s, of in found.items())
+    )
+
+
 def by_shape(rows: Iterable[Row], label: Callable[[Row], str], column: str, best: Callable[..., str]) -> str:
     """A line for each shape with a column for each contender, of which the last row counts; the best in bold."""
     ok = [r for r in rows if r["status"] == "ok"]
@@ -165,6 +177,7 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "sample": ("Drawn sizes", sample_table),
     "attention": ("Attention", attention_table),
     "decode": ("Attention to caches", decode_table),
+    "decode_floor": ("Floors of attention to caches", cache_floors),
     "llama_step": ("Training step", step_table),
     "llama_floor": ("Floor of the training step", floor_table),
     "row_floor": ("Floors of rows below 0.90 of a copy's rate", row_floors),
