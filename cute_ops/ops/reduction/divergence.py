@@ -91,9 +91,13 @@ def _gradient(
     return (dloss * weight) * q * ((log_q - log_p) - offset)
 
 
-# Vectors of each row of a thread, and CTAs of an SM, where rows are off a vector: 1957 x 30001 runs at 0.49 of a copy's
-# rate, by single slots of shared memory at 0.40.
-VECTORS, CTAS = 4, 4
+# Vectors of each row of a thread, and threads of an SM, where rows are off a vector: 1957 x 30001 runs at 0.50 of a
+# copy's rate, by single slots of shared memory at 0.40. Longer rows than the registers of sixteen such CTAs hold have
+# up to MOST_THREADS for LONGEST_SPAN vectors: 292 x 201088 runs at 0.33, by single slots at 0.27, 223 x 262144 at 0.36,
+# 0.33.
+VECTORS, SM_THREADS, MOST_THREADS, LONGEST_SPAN = 4, 1024, 416, 2080
+# Rows off a vector of more vectors, which two CTAs would share, have one: 4777 x 12291 runs at 0.50, by two at 0.47.
+ALONE_VECTORS = 1536
 # `distillation_step` of 1024 x 128256 takes 478 us (beta 0.5) and 345 (beta 0) in the shared memory of eight CTAs of
 # 512 threads, three of which share an SM, in the registers of sixteen 610 and 478 (H200).
 RING_CTAS, RING_THREADS, RING_RESIDENT = 8, 512, 3
@@ -177,16 +181,21 @@ def check(binding: Binding) -> str | None:
 
 
 def _in_registers(formula: Formula, problem: Problem) -> FusedConfig | FusedRowConfig:
-    """Rows off a vector are in registers, too, where the expression's kernel would spill."""
+    """Rows off a vector, and the longest, are in registers, too, where the expression's kernel would spill."""
     found = formula.config(problem)
-    if isinstance(found, FusedConfig) or found.form != "ring" or problem.attrs["beta"] in (0.0, 1.0):
+    if isinstance(found, FusedConfig) or found.form == "passes" or problem.attrs["beta"] in (0.0, 1.0):
         return found
     row = formula.rows.row(problem)
+    if found.form == "one_pass":
+        alone = not row.aligned and found.cluster == 2 and row.touched > ALONE_VECTORS
+        return replace(found, threads=256, threads_per_row=256, cluster=1, resident=2) if alone else found
     cluster = cluster_for(row.touched, CTA_VECTORS, row.max_cluster)
-    share = threads_for(-(-row.touched // cluster), VECTORS)
-    if row.touched > cluster * CTA_VECTORS:
+    share = min(threads_for(-(-row.touched // cluster), VECTORS), MOST_THREADS)
+    if row.touched > cluster * LONGEST_SPAN:
         return found
-    return replace(found, form="one_pass", threads=share, threads_per_row=share, cluster=cluster, resident=CTAS)
+    return replace(
+        found, form="one_pass", threads=share, threads_per_row=share, cluster=cluster, resident=SM_THREADS // share
+    )
 
 
 def _rows_off_a_vector(formula: Formula, problem: Problem) -> FusedConfig | FusedRowConfig:
