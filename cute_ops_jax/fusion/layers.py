@@ -23,6 +23,7 @@ from cute_ops_jax.fusion.rotation import Projection, qkv_rope
 from cute_ops_jax.primitive.function import register
 
 Call = Callable[[Sequence[Any]], list[Any]]
+FEW_QUERIES = 16  # of a step of decoding
 # Operands that are row vectors, which a program may hold with more dims, of one element.
 _ROWS = ("b_up", "b_down", "norm_weight")
 
@@ -108,10 +109,27 @@ def _qkv_rope(found: Composite) -> Callable[..., list[Any]]:
     return call
 
 
+def _too_few_queries(q: tuple[int, ...], k: tuple[int, ...]) -> str:
+    """Why XLA's products are faster for the queries of a step of decoding; empty where they are not. Single queries of
+    heads that share keys come here as queries of one head.
+
+    Our op has a CTA for each head of an example, which reads all its keys. On an H200 4 queries of 64 heads with keys
+    of their own take 173 us (XLA 257), of 8 heads 566 (73); 4 of 256 heads that share keys 340 (278), 16 of these 343
+    (389); one of 256 heads takes 224 (100).
+    """
+    (batch, queries, heads, _), shared = q, q[2] > k[2]
+    few = batch * heads < 64 or queries < 4 or (shared and queries < FEW_QUERIES)
+    if jax.default_backend() != "gpu" or queries > FEW_QUERIES or not few:
+        return ""
+    return f"{queries} queries of {batch * heads} heads are too few: `decode_attention` splits their keys"
+
+
 def _attention(found: Composite) -> Callable[..., list[Any]]:
     if jax.default_backend() == "gpu" and float(getattr(jax.devices()[0], "compute_capability", "8.0")) < 8:
         raise ValueError("attention has no kernel for this GPU")
     parts, scores, reads = (found.attrs[name] for name in ("parts", "scores", "reads"))
+    if why := _too_few_queries(parts["q"].shape, parts["k"].shape):
+        raise ValueError(why)
     attrs = {name: getattr(scores, name) for name in ("scale", "left", "right", "softcap")}
     if scores.right == 0:
         attrs |= {"causal": True, "right": -1}

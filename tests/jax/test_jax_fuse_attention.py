@@ -310,6 +310,18 @@ def test_a_division_by_other_sums_stays(sums: Callable[[Array], Array]) -> None:
     assert "attention" not in became(function, q, k, v)
 
 
+@pytest.mark.parametrize(
+    ("batch", "queries", "found"), [(31, 1, False), (32, 1, True), (32, 4, False), (8, 16, True), (1, 17, True)]
+)
+def test_few_queries_of_few_heads_stay_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, batch: int, queries: int, found: bool
+) -> None:
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    q, k, v = (jax.ShapeDtypeStruct((batch, n, h, D), jnp.bfloat16) for n, h in ((queries, 8), (32, 2), (32, 2)))
+    report = cute_ops_jax.fuse.report(jax.nn.dot_product_attention, q, k, v)
+    assert ("attention" in [entry.becomes for entry in report.replaced]) is found
+
+
 def test_a_query_that_attends_to_nothing() -> None:
     """A mask of more queries than keys is no band, but one of data."""
     longer = jnp.concatenate([Q, Q], 1)
