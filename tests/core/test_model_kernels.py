@@ -14,7 +14,7 @@ from cute_ops import testing
 from cute_ops.declaration.binding import bind
 from cute_ops.declaration.case import Case
 from cute_ops.declaration.op import Op
-from cute_ops.declaration.shapes import FLOATS
+from cute_ops.declaration.shapes import FLOATS, ITEMSIZE
 from cute_ops.jit.compile_pool import worker
 from cute_ops.jit.plan import plan
 from cute_ops.jit.target import parse
@@ -256,3 +256,16 @@ def test_long_rows_and_grids_without_room(op: Op, monkeypatch: pytest.MonkeyPatc
     for rows, n, s, w in ((2, 3, 2100, 4), (3, 5, 1000, 3), (1, 2, 1024, 2), (2, 2, 777, 4), (7, 300, 9, 4)):
         call = kernel_calls.made(op, rows, n, str(rng.choice(FLOATS)), str(rng.choice(LAYOUTS)), rng, s=s, w=w)
         kernel_calls.check(call)
+
+
+@pytest.mark.parametrize("op", [causal_conv1d_channels_first_bwd, causal_conv1d_channels_first], ids=lambda op: op.name)
+def test_compact_rows_that_start_anywhere_are_read_by_vectors(op: Op) -> None:
+    """Each one's ends are parts of vectors, of which the last ones may end behind the tensor."""
+    rng = np.random.default_rng(zlib.crc32(op.name.encode()))
+    for rows, n, s, w, dtype in ((2, 3, 5, 4, "bfloat16"), (1, 4, 601, 3, "float16"), (3, 2, 1, 2, "float32")):
+        call = kernel_calls.made(op, rows, n, dtype, "compact", rng, s=s, w=w)
+        arrays = {**call.arrays, "seq_idx": None}
+        call = kernel_calls.Call(op, arrays, {}, call.attrs, "", partial(dict, arrays))
+        variant = call.planned()[1].variant
+        assert getattr(channels_first, variant.kernel.partition(":")[2])(variant).vec == 16 // ITEMSIZE[dtype]
+        kernel_calls.check(call, watched=True)

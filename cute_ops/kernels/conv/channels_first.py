@@ -22,9 +22,11 @@ from cute_ops.kernels.lib.copy import (
     narrow,
     store_if,
     store_masked,
+    trim,
     widen,
 )
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
+from cute_ops.kernels.lib.realign import bytes_past
 from cute_ops.kernels.lib.row_layout import row_address, row_count
 
 # CTAs in the second and the third dimension of a grid.
@@ -35,7 +37,8 @@ class Windows:
     """A thread's vector of a row of positions, with those before it that the taps of its elements meet.
 
     Tile: a thread has ``vec`` neighbouring positions of one channel of one sequence, up to 16 bytes. Its neighbours'
-    positions come from L1.
+    positions come from L1. Vectors of compact rows that start anywhere are ``shifted``: they are aligned in memory, and
+    begin before the row.
     """
 
     rows = ("x", "out")
@@ -52,6 +55,10 @@ class Windows:
                 self.vec = min(self.vec, min(ids.align, ids.row_align) // ITEMSIZE[ids.dtype])
         # Compact rows that start on vectors are whole vectors.
         self.whole = all(key.layout == "flat" for key in keys)
+        self.shifted = self.whole and ids is None and all(key.align >= VECTOR_BYTES for key in keys)
+        self.shifted &= self.vec * ITEMSIZE[keys[0].dtype] < VECTOR_BYTES // 2
+        if self.shifted:
+            self.vec = VECTOR_BYTES // ITEMSIZE[keys[0].dtype]
         self.taps = self.width - 1
         self.around = -(-self.taps // self.vec)  # vectors that hold the positions before or behind one
         self.pdl = can_use_pdl(variant.arch)
@@ -68,20 +75,53 @@ class Windows:
         row = batch * Int64(tensors["weight"].shape[0]) + Int64(channel)
         return row_address(mX, key, row, Int32(mX.shape[-1]))
 
+    def shift(self, mX, base):
+        """How many elements a row starts behind a vector, which is what all tensors have in common; 0 if all start on
+        one.
+        """
+        width = mX.element_type.width // 8
+        return bytes_past(base, mX.element_type, self.vec) // width if self.shifted else Int32(0)
+
+    def count(self, s, shift=None):
+        """The vectors of a row of s positions; of any row where its ``shift`` is not said."""
+        most = 0 if not self.shifted else self.vec - 1 if shift is None else shift
+        return (s + (self.vec - 1) + most) // self.vec
+
     def fragments(self, mX, place, before, behind):
         """The vectors that have the elements from ``before`` positions before one to ``behind`` behind it; zeros
         outside the row. ``place``: the row's address, the vector's first position, and the positions of a row.
         """
-        (base, first, s), dtype, found = place, mX.element_type, []
-        for i in range(-self.around if before else 0, 1 + (self.around if behind else 0)):
-            start, rX = first + i * self.vec, fragment(dtype, self.vec, 0)
+        (base, first, s), dtype = place, mX.element_type
+        vectors = range(-self.around if before else 0, 1 + (self.around if behind else 0))
+        found = [fragment(dtype, self.vec, 0) for _ in vectors]
+        if self.shifted:
+            self._load_shifted(found, mX, base, first + vectors[0] * self.vec, s)
+            return found
+        for i, rX in zip(vectors, found):
+            start = first + i * self.vec
             inside, address = (start >= 0) & (start < s), base + Int64(start) * (dtype.width // 8)
             if self.whole:
                 load_if(inside, rX, address)
             else:
                 load_inside(inside, rX, address, s - start)
-            found.append(rX)
         return found
+
+    @cute.jit
+    def _load_shifted(self, found: cutlass.Constexpr, mX, base: Int64, start: Int32, s: Int32):
+        """Load neighbouring vectors from the position ``start`` on. Few of them are not in the row as a whole."""
+        width = mX.element_type.width // 8
+        address = base + Int64(start) * width
+        if start >= 0 and start + len(found) * self.vec <= s:
+            for i in cutlass.range_constexpr(len(found)):
+                load(found[i], address + i * VECTOR_BYTES)
+        else:
+            # No memory behind the last row may be read.
+            end = mX.iterator.toint() + row_count(mX) * Int64(s) * width
+            for i in cutlass.range_constexpr(len(found)):
+                here, place = start + i * self.vec, address + i * VECTOR_BYTES
+                room = Int32(cutlass.min(end - place, VECTOR_BYTES)) // width
+                load_inside((here > -self.vec) & (here < s), found[i], place, room)
+                trim(found[i], here, s)
 
     def elements(self, vectors, before, behind):
         """The elements of :meth:`fragments`, or of these in fp32."""
@@ -142,7 +182,7 @@ class Windows:
         """Store the positions of a vector that the row has."""
         rX = narrow(rWide.load(), mX.element_type, self.vec)
         address = address + Int64(first) * (mX.element_type.width // 8)
-        if self.whole:
+        if self.whole and not self.shifted:
             store_if(first < s, rX, address)
         else:
             store_masked(rX, address, first, s)
@@ -164,7 +204,7 @@ class CausalConv1dFirst(Windows):
     def __call__(self, *arguments):
         tensors = self.named(arguments)
         s, channels = Int32(tensors["x"].shape[-1]), Int32(tensors["weight"].shape[0])
-        vectors, bits = (s + (self.vec - 1)) // self.vec, Int32(0)
+        vectors, bits = self.count(s), Int32(0)
         for i in range(self.threads.bit_length() - 1):
             bits = bits + Int32(cutlass.select_(vectors > (self.steps << i), Int32(1), Int32(0)))
         span, depth = Int32(self.steps) << bits, Int32(self.threads) >> bits
@@ -197,6 +237,8 @@ class CausalConv1dFirst(Windows):
     def _channel(self, tensors, batch, channel, firsts):
         mX, s = tensors["x"], Int32(tensors["x"].shape[-1])
         base, target = (self.row(tensors, name, batch, channel) for name in self.rows)
+        shift = self.shift(mX, base)
+        firsts = [first - shift for first in firsts]
         loaded = [self.fragments(mX, (base, first, s), self.taps, 0) for first in firsts]
         weights, bias = self.parameters(tensors, channel)
         for first, vectors in zip(firsts, loaded):
@@ -248,17 +290,18 @@ class CausalConv1dFirstBackward(Windows):
         let_next_start(self.pdl)
         bases = {name: self.row(tensors, name, batch, channel) for name in self.rows}
         rSums, rLater = fragment(Float32, self.width + 1, 0.0), fragment(Float32, self.vec, 0.0)
-        lane, chunks = tidx % WARP, (s + (WARP * self.vec - 1)) // (WARP * self.vec)
+        shift = self.shift(tensors["x"], bases["x"])
+        lane, chunks = tidx % WARP, (self.count(s, shift) + (WARP - 1)) // WARP
         begin, end = (cutlass.min((tidx // WARP + i) * ((chunks + (warps - 1)) // warps), chunks) for i in range(2))
         last = Int32(cutlass.select_(end < chunks, end, end - 1))
         for i in range(self.config.ahead):
-            self._prefetch(tensors, bases, last - i, begin, s)
+            self._prefetch(tensors, bases, (last - i, begin), (s, shift))
         weights, bias = self.parameters(tensors, channel)
         for i in cutlass.range(last - begin + 1, unroll=1):
             chunk = last - i
-            first = (chunk * WARP + lane) * self.vec
+            first = (chunk * WARP + lane) * self.vec - shift
             if const_expr(self.config.ahead > 0):
-                self._prefetch(tensors, bases, chunk - self.config.ahead, begin, s)
+                self._prefetch(tensors, bases, (chunk - self.config.ahead, begin), (s, shift))
             self._vector(tensors, bases, (batch, first, s), (weights, bias), (rSums, rLater), chunk < end)
         for k in cutlass.range_constexpr(self.width + 1):
             total = cute.arch.warp_reduction(rSums[k], operator.add)
@@ -271,9 +314,10 @@ class CausalConv1dFirstBackward(Windows):
                 total = total + sSum[tidx, i]
             self._store_sum(tensors, row, tidx, total)
 
-    def _prefetch(self, tensors, bases, chunk, begin, s):
+    def _prefetch(self, tensors, bases, chunks, row):
         """Bring a chunk of the warp's part, if there is one, to L2."""
-        first = (chunk * WARP + cute.arch.lane_idx()) * self.vec
+        (chunk, begin), (s, shift) = chunks, row
+        first = (chunk * WARP + cute.arch.lane_idx()) * self.vec - shift
         for name in ("x", "dout"):
             address = bases[name] + Int64(first) * (tensors[name].element_type.width // 8)
             fetch_ahead(address, (chunk >= begin) & (first < s))

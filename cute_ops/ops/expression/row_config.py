@@ -75,6 +75,9 @@ PERSISTENT = ((384, (1, 1024)), (768, (2, 640)), (float("inf"), (4, 512)))
 # 0.77, with one vector at 0.47; of 2048 at 0.67, with two at 0.66.
 SUMMED_VECTORS = ((4 * WARP, 1), (7 * WARP, 2), (8 * WARP, 1), (12 * WARP, 2), (float("inf"), 0))
 SEVERAL_SUMS, PAIRS_OF_SUMS = 2048, 400
+# Threads of an SM where rows of 16 bits of up to a warp's vectors are reduced and two row vectors of sums taken: the
+# gradient of a layer norm of heads of 64 runs at 0.92 of a copy's rate, by 1024, which spill, at 0.61.
+SHORT_PAIRS_OF_SUMS = 768
 # Two tiles beside what the rows of examples share, of up to so many vectors: two vectors of a thread, all of which keep
 # their values. x + gate * y and its modulated norm run at 0.87 - 0.96 of a copy's rate, by one vector at 0.67 - 0.92.
 SHARING_VECTORS = 20 * WARP
@@ -150,6 +153,9 @@ UNREDUCED_CTAS, UNREDUCED_VECTORS = 2, 2
 # Threads of an SM where they take no special instructions: modulate of 1041 x 50950 runs at 0.78 of a copy's rate, from
 # shared memory at 0.58; layer_scale of 1954 x 20033 at 0.94, at 0.85.
 UNREDUCED_THREADS, WIDE_UNREDUCED_THREADS, MOST_UNREDUCED_CLUSTER = 1344, 896, 8
+# Those of 32 bits that one CTA of so many threads holds: layer_scale of 2855 x 6854 runs at 0.997 of a copy's rate,
+# from shared memory at 0.79.
+WIDE_ALONE_VECTORS, WIDE_ALONE_THREADS = 3, 576
 # The longest of them: a CTA of 384 threads, two or three of which share an SM.
 UNALIGNED_VECTORS = 1152
 # One dear tile in the registers of clusters: threads of an SM.
@@ -174,11 +180,12 @@ SHORT_PAIR_THREADS, SHORT_PAIR_CTA, SHORT_PAIR_KEPT = 4, 128, 12
 # row vectors on their way. Without row vectors as many run without a bound.
 WEIGHTED_CTAS = 3
 # Rows of 16 bits of up to a warp's vectors that take turns, where one reduction waits for another: vectors of a thread,
-# and CTAs of an SM by these: of bfloat16, of float16, and of float16 where all of a thread's vectors lie in the row.
-# Layer norms of heads of 208 run at 0.93 of a copy's rate, by two vectors at 0.81, of 112 at 0.945 instead of 0.86, of
-# 144 at 0.92 instead of 0.89; those of 192 in float16 at 0.89, by eight CTAs, for which threads spill, at 0.44.
-TURN_VECTORS: Ladder[int] = ((12, 3), (15, 4), (16, 3), (20, 5), (24, 3), (WARP, 4))
-TURN_CTAS: Mapping[int, tuple[int, int, int]] = {2: (8, 8, 8), 3: (8, 8, 6), 4: (7, 6, 6), 5: (5, 5, 5)}
+# and by these CTAs of an SM: of bfloat16 and of float16, each where some of a thread's vectors lie past the row's end
+# and where none does. Layer norms of heads of 128 run at 0.975 of a copy's rate, by three vectors at 0.93, of 208 at
+# 0.93 instead of 0.81, of 112 at 0.945 instead of 0.86. In float16 more than three whole vectors would spill, and run
+# at 0.44 of a copy's rate: these rows have twice as many threads.
+TURN_VECTORS: Ladder[int] = ((12, 3), (16, 4), (20, 5), (24, 3), (WARP, 4))
+TURN_CTAS: Mapping[int, tuple[int, int, int, int]] = {2: (8,) * 4, 3: (8, 8, 8, 6), 4: (7, 6, 6, 8), 5: (5, 5, 5, 8)}
 # Halves that do not all start on ASYNC_BYTES go to shared memory through registers, which threads wait for: an SM then
 # has SYNC_PERSISTENT_THREADS in persistent clusters.
 ASYNC_BYTES, SYNC_PERSISTENT_THREADS = 4, 896
@@ -235,7 +242,7 @@ class RowExpression(NamedTuple):
             wide = "float32" in problem.dtypes.values()  # row vectors, which take registers
             resident = max((WIDE_UNREDUCED_THREADS if wide else UNREDUCED_THREADS) // share, 1)
             return self._config("one_pass", share, share, cluster, resident, align_vectors=row.align_vectors)
-        if found := self._numbers_of_two(row):
+        if found := self._without_a_cluster(row):
             return found
         costs = self.special >= DEAR or (self.special and self.read > 1)
         if costs and row.touched <= cluster * CTA_VECTORS:
@@ -269,6 +276,18 @@ class RowExpression(NamedTuple):
         """Whether nothing of one or two tiles of 16 bits is reduced, nor takes special instructions."""
         plain = not (stages(self.expression) or self.special or self.packed)
         return plain and row.itemsize == 2 and self.read <= 2 and cluster <= MOST_UNREDUCED_CLUSTER
+
+    def _without_a_cluster(self, row: RowProblem) -> FusedRowConfig | None:
+        return self._numbers_of_two(row) or self._wide_alone(row)
+
+    def _wide_alone(self, row: RowProblem) -> FusedRowConfig | None:
+        """A row of 32 bits off a vector of which nothing is reduced, in the registers of one CTA; None for others."""
+        share = threads_for(row.touched, WIDE_ALONE_VECTORS)
+        if row.aligned or share > WIDE_ALONE_THREADS or not self._unreduced(row._replace(itemsize=2), 1):
+            return None
+        return (
+            self._config("one_pass", share, share, 1, 2, align_vectors=row.align_vectors) if row.itemsize == 4 else None
+        )
 
     def _numbers_of_two(self, row: RowProblem) -> FusedRowConfig | None:
         """Longer rows of two tiles of 16 bits of which only numbers are stored, by up to eight CTAs; None of others."""
@@ -353,7 +372,9 @@ class RowExpression(NamedTuple):
             return found
         vectors, pairs = -(-row.vectors // found.threads_per_row), "float16" in problem.dtypes.values()
         full = vectors * found.threads_per_row == row.vectors
-        return replace(found, resident=TURN_CTAS[vectors][1 + full if pairs else 0])
+        if pairs and full and vectors > 3:
+            return replace(found, threads_per_row=2 * found.threads_per_row)
+        return replace(found, resident=TURN_CTAS[vectors][2 * pairs + full])
 
     def _in_registers(self, row: RowProblem, cluster: int = 1) -> FusedRowConfig:
         alone = self._sums_alone(row, cluster)
@@ -703,6 +724,8 @@ class RowExpression(NamedTuple):
             sm_threads = min(sm_threads, SLOW_PERSISTENT_THREADS)
         if vectors := self._summed_vectors(row, span):
             return vectors, SEVERAL_SUMS // self.sums if vectors == 1 else PAIRS_OF_SUMS
+        if self.sums == 2 and self.depth and span <= WARP and row.aligned and row.itemsize == 2:
+            sm_threads = SHORT_PAIRS_OF_SUMS
         return max(per_thread // max(self.sums, 1), 1), sm_threads
 
     def _summed_vectors(self, row: RowProblem, span: int) -> int:

@@ -104,6 +104,9 @@ PERSISTENT_VECTORS = 3200
 # HALVED_SM_THREADS: threads of an SM without a residual and with 16 bits.
 HALVED_CENTRED: Ladder[tuple[int, int]] = ((1664, (3, 2)), (4096, (4, 2)), (math.inf, (5, 3)))
 PAIR_HALVED_FROM, HALVED_SM_THREADS = 2048, 576
+# Still longer ones, aligned or not, are shared by four, with so many vectors of a thread: 615 x 95430 runs at 0.78 of a
+# copy's rate, in shared memory at 0.74, 956 x 61387 at 0.74, 0.65, 703 x 83424 at 0.83, 0.76.
+QUARTERED_VECTORS = 8
 # Aligned rows of norms without a mean and with a weight of 32 bits that one CTA's shared memory holds, up to this
 # length: 5303 x 11072 runs at 0.92 of a copy's rate, in the registers of two at 0.88; 2364 x 24832 at 0.89, 0.875.
 WIDE_SMEM_VECTORS = PERSISTENT_VECTORS
@@ -127,7 +130,7 @@ def forward(problem: Problem, centred: bool = False) -> NormConfig:
     if problem.n is None:
         return NormConfig("two_pass", TWO_PASS_THREADS)
     row = row_of(problem)
-    if row.vectors > PERSISTENT_VECTORS and (found := _persistent_wide(problem, row)):
+    if row.vectors > PERSISTENT_VECTORS and (found := _persistent_wide(problem, row, centred)):
         return found
     if centred and row.vectors > CENTRED_SMEM_VECTORS and row.aligned:
         # Threads exchange sums twice per row, for the mean and for the variance. Shared memory has room for other rows
@@ -236,6 +239,20 @@ def _long_row(problem: Problem, row: RowProblem, centred: bool) -> NormConfig:
     return _clustered(problem, row, centred, pair)
 
 
+def _quartered(problem: Problem, row: RowProblem) -> NormConfig | None:
+    """A layer norm's row of one input that four persistent CTAs share; None for other rows."""
+    threads = threads_for(-(-row.touched // 4), QUARTERED_VECTORS)
+    fits = 2 * PERSISTENT_VECTORS < row.touched <= 4 * PERSISTENT_VECTORS and row.max_cluster > 2 and threads <= 512
+    narrow = row.itemsize == 2 and _column_bytes(problem, row) <= 2 * VECTOR_BYTES
+    slot = threads * QUARTERED_VECTORS * VECTOR_BYTES
+    if not fits or not narrow or "residual" in problem.dtypes or 2 * slot + FORWARD_RESERVED > row.ring_bytes:
+        return None
+    return NormConfig(
+        "persistent", threads, threads, 4, align_vectors=LINE_VECTORS, stages=2, clusters=resident_clusters(problem, 4),
+        sort_period=0 if row.aligned else WIDEST_VECTOR * LINE_VECTORS,
+    )  # fmt: skip
+
+
 def _centred_off_a_vector(problem: Problem, row: RowProblem, pair: bool, touched: int) -> NormConfig | None:
     """A layer norm's long unaligned row; None where other forms serve it."""
     wide = _column_bytes(problem, row) > 2 * VECTOR_BYTES
@@ -327,8 +344,10 @@ def _persistent(
     )  # fmt: skip
 
 
-def _persistent_wide(problem: Problem, row: RowProblem) -> NormConfig | None:
+def _persistent_wide(problem: Problem, row: RowProblem, centred: bool) -> NormConfig | None:
     """Long rows with wide weights, which stay in registers from row to row; None for other rows, or without room."""
+    if centred and (found := _quartered(problem, row)):
+        return found
     columns, most = _column_bytes(problem, row), WIDE_THREADS[row.aligned]
     least, per_thread = step(WIDE_COLUMNS, columns)
     if columns <= VECTOR_BYTES or row.vectors <= (least if row.aligned else max(least, 2 * PERSISTENT_VECTORS)):
@@ -356,7 +375,7 @@ def _wide_period(row: RowProblem) -> int:
 def _persistent_sixteen(problem: Problem, row: RowProblem) -> NormConfig | None:
     """Long rows with a wide weight by sixteen CTAs, two to an SM; None for rows that are too long for that."""
     threads = threads_for(-(-(row.vectors + 1) // 16), WIDE_SIXTEEN_VECTORS[row.aligned])
-    if threads > WIDE_SIXTEEN_THREADS or "residual" in problem.dtypes or row.itemsize == 4:
+    if threads > WIDE_SIXTEEN_THREADS or row.itemsize == 4 or {"residual", "bias"} & problem.dtypes.keys():
         return None
     return NormConfig(
         "persistent", threads, threads, 16, 2, stages=2, clusters=2 * resident_clusters(problem, 16),
@@ -408,10 +427,10 @@ MANY_COLUMNS_THREADS, UNALIGNED_SUMS_THREADS, SUMS_THREADS = 768, 576, 384
 # thread: 2482 x 22678 with a residual runs at 0.89 of a copy's rate instead of 0.76, 1701 x 23001 without at 0.78
 # instead of 0.69.
 HALF_VECTORS, HALF_PER_THREAD = 1536, 3
-# Aligned rows of two column sums, shared by two CTAs, with three vectors of a thread: with a residual up to this
-# length. 2867 x 10240 with one runs at 0.88 of a copy's rate, by five vectors at 0.84; 3616 x 10824 without at 0.75, by
-# four at 0.69.
-HALVED_PAIR_VECTORS = 1280
+# Aligned rows of two column sums, shared by two CTAs, with three vectors of a thread: with a residual up to
+# HALVED_VECTORS, without from the first to the second of HALVED_ALONE. 2867 x 10240 with one runs at 0.88 of a copy's
+# rate, by five vectors at 0.84; 3616 x 10824 without at 0.75, by four at 0.69.
+HALVED_VECTORS, HALVED_ALONE = 1280, (1280, 1792)
 # Vectors of a CTA's share of a row up to which one row at a time gets a slot more for the rows that arrive.
 DEEPER_VECTORS = 896
 # Balanced CTAs: as many threads as have registers for two sums of each of their columns. No other number of warps would
@@ -614,8 +633,8 @@ def _many_columns(problem: Problem, row: RowProblem, cluster: int) -> tuple[int,
     threads, but then a row's sum has fewer partial sums to exchange.
     """
     short = row.vectors <= 5 * WARP
-    most = HALVED_PAIR_VECTORS if "dresidual_out" in problem.dtypes else 2 * CTA_VECTORS
-    few = row.itemsize == 2 and CTA_VECTORS < row.vectors <= most if row.aligned else cluster == 1
+    least, most = (CTA_VECTORS, HALVED_VECTORS) if "dresidual_out" in problem.dtypes else HALVED_ALONE
+    few = row.itemsize == 2 and least < row.vectors <= most if row.aligned else cluster == 1
     per_thread = -(-row.vectors // WARP) if short else 3 if few else 4
     many = not short if row.itemsize == 4 else row.n <= 12 * WARP
     return per_thread, MANY_COLUMNS_THREADS if many else SUMS_THREADS if row.aligned else UNALIGNED_SUMS_THREADS
