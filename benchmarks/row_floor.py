@@ -5,14 +5,13 @@ A point is a kernel on buffers that together exceed L2. Rows of the CSV file, in
 - `ours`: the call;
 - `without DRAM`: the same machine code, on tensors all of whose pages are the same few megabytes of memory, which stay
   in L2. What is left are instructions, exchanges between threads and CTAs, and the latency of L2;
-- `rows alone`: a kernel that reads and writes as many tensors with the same rows, each one times a number of its row,
-  and nothing else; its rate for the bytes that the call moves at least. Rows of which only numbers are stored are added
-  up;
+- `bytes alone`: a kernel that reads and writes as many tensors, element by element, and does nothing but add them up;
+  its rate for the bytes that the call moves at least. Where only numbers of rows are stored it adds up rows;
 - of rows that an index names `in order`: the same machine code with places in ascending order; `torch, by places`:
   PyTorch's copy of as many rows to the same places.
 
 The floor of a point is the slower one of the first two that follow `ours`: no other schedule of these instructions, and
-no kernel that moves these bytes by such rows, is faster. `of_copy` is the least bytes over what a large copy would move
+no kernel that moves these bytes, is faster. `of_copy` is the least bytes over what a large copy would move
 in that time.
 
     python benchmarks/row_floor.py --out out/benchmarks
@@ -36,7 +35,7 @@ from common import Spread, Table, first_line, read, spread
 from cuda.bindings import driver
 from problems import Problem
 from rich.console import Console
-from summary import ON_CHIP, ROWS_ALONE, row_floors
+from summary import BYTES_ALONE, ON_CHIP, row_floors
 
 from cute_ops import Op, fused
 from cute_ops.autotune import dispatch
@@ -169,26 +168,22 @@ def points() -> Iterator[Point]:
 
 
 def moved(reads: int, writes: int, dtype: str, n: int, count: int) -> Binding:
-    """A call that reads and writes so many tensors with rows of n elements, one number of each row, and does nothing
-    else.
-    """
+    """A call that reads and writes so many tensors with rows of n elements, and does nothing else but add up."""
 
-    def function(xp: Any, of_row: Any, **tiles: Any) -> Any:
+    def function(xp: Any, **tiles: Any) -> Any:
         first, *others = tiles.values()
         total = sum(others, first)
         if not writes:
             return xp.sum(total, axis=-1, keepdims=True)
-        return tuple(total * of_row + float(k) for k in range(writes))
+        return tuple(total + float(k) for k in range(writes))
 
     names = [f"x{i}" for i in range(reads)]
-    operands = {"of_row": "*m 1", **dict.fromkeys(names, "*m n")}
-    op = fused(function, name=f"rows_moved_{reads}_{writes}", operands=operands)
-    tile = Array((count, n), dtype)
-    return bind(op, {"of_row": Array((count, 1), "float32"), **dict.fromkeys(names, tile)})
+    op = fused(function, name=f"moved_{reads}_{writes}", operands=dict.fromkeys(names, "*m n"))
+    return bind(op, dict.fromkeys(names, Array((count, n), dtype)))
 
 
 def bytes_alone(binding: Binding) -> Binding:
-    """The call of :func:`moved` that moves as many tensors as this call, by its rows."""
+    """The call of :func:`moved` that moves as many tensors as this call."""
     given = [a for name, a in binding.inputs.items() if a is not None and not binding.op.inputs[name].unread]
     made = [a for a in binding.outputs.values() if a is not None]
     largest = max((*given, *made), key=size)
@@ -320,7 +315,7 @@ def measured(point: Point, plans: Mapping[str, tuple[Binding, Plan]]) -> Iterato
 
 def plans_of(point: Point, on: target.Target) -> dict[str, tuple[Binding, Plan]]:
     """By kernel its call and plan."""
-    found = {OURS: point.binding, ON_CHIP: point.binding, ROWS_ALONE: bytes_alone(point.binding)}
+    found = {OURS: point.binding, ON_CHIP: point.binding, BYTES_ALONE: bytes_alone(point.binding)}
     if point.binding.op.name in NAMED:
         found[IN_ORDER] = point.binding
     return {kernel: (binding, dispatch.choose(binding, {}, on)) for kernel, binding in found.items()}
@@ -359,7 +354,7 @@ def main(given: Sequence[str] | None = None) -> None:
     if options.list:
         for point in wanted:
             for kernel, (binding, chosen) in plans_of(point, on).items():
-                if kernel in (OURS, ROWS_ALONE):
+                if kernel in (OURS, BYTES_ALONE):
                     console.print(f"{point.name}: {kernel}, {bytes_moved(binding) >> 20} MB, {config(chosen)}")
         return
     earlier = [row for row in read(path) if row["point"] not in {p.name for p in wanted}] if options.append else []

@@ -26,7 +26,7 @@ BEHIND = 0.03
 SHARE = {"fwd": 0.93, "bwd": 0.85}  # of the copy rate, at every large point
 MEAN = {"fwd": 0.95, "bwd": 0.90}  # its geometric mean
 TITLES = {"fwd": "forward", "bwd": "backward"}
-ON_CHIP, ROWS_ALONE = ROW_FLOORS = "without DRAM", "rows alone"  # kernels of row_floor.py
+ON_CHIP, BYTES_ALONE = ROW_FLOORS = "without DRAM", "bytes alone"  # kernels of row_floor.py
 
 
 @dataclass

@@ -132,11 +132,11 @@ def test_floor_of_a_training_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_floors_of_rows_move_as_many_bytes(capsys: pytest.CaptureFixture[str]) -> None:
     row_floor.main(["--list", "--points", "group_norm", "dropout", "sum fwd", "scattered_rows"])
-    found = re.findall(r"^(.*): (ours|rows alone), (\d+) MB", capsys.readouterr().out, re.MULTILINE)
+    found = re.findall(r"^(.*): (ours|bytes alone), (\d+) MB", capsys.readouterr().out, re.MULTILINE)
     for (name, ours, size), (_, alone, moved) in zip(found[::2], found[1::2], strict=True):
-        assert (ours, alone) == ("ours", "rows alone")
+        assert (ours, alone) == ("ours", "bytes alone")
         assert int(moved) == pytest.approx(int(size), rel=0.02), name
-    shares = {"ours": 0.8, "without DRAM": 0.9, "rows alone": 0.95, "in order": 0.96}
+    shares = {"ours": 0.8, "without DRAM": 0.9, "bytes alone": 0.95, "in order": 0.96}
     rows = [{"point": "rows", "kernel": kernel, "of_copy": str(share)} for kernel, share in shares.items()]
     line = row_floor.row_floors(rows).splitlines()[-1]
     assert line == "| rows | 0.800 | 0.900 | 0.950 | 0.89 | without DRAM | in order 0.96 |"
