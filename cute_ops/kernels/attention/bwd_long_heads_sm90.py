@@ -37,6 +37,10 @@ class LongHeadsBackward(SumsOfTiles, QueriesBackward):
         """Columns of sums: what dk or dv has fewer is not used."""
         return max(self.d, self.dv)
 
+    def _tile(self, sizes):
+        # L2 holds sums, too. 2 x 4096 causal with 16 heads of 256 take 1786 us instead of 1971.
+        return self.tiles.queries_at(cute.arch.block_idx()[0], sizes, (self.d + self.dv) * 4)
+
     def _places(self, smem, layouts):
         """Cotangents lie behind queries, as rows of the same width, so that a warpgroup takes one of both by its
         number.
