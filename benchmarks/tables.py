@@ -170,12 +170,20 @@ def fuse_table(rows: list[Row]) -> str:
     return markdown(["training step in JAX", "by", "ms", "GB of temporaries", "s to compile", "x XLA"], lines)
 
 
+def attention_floors(rows: list[Row]) -> str:
+    columns = ("pairs", "tiles", "us", "floor_us", "asked_us", "of_floor", "floor_of_asked")
+    shape = "{direction}, {batch} x {seqlen}, {heads}/{kv_heads} heads of {headdim}, {form}".format_map
+    header = ["attention", "pairs", "in tiles", "us", "floor", "all keys' by pairs", "us / floor", "floor / by pairs"]
+    return markdown(header, ([shape(r), *(r[c] for c in columns)] for r in rows))
+
+
 # Of each CSV file: its title, and its table.
 TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "device_time": ("Device time", device_table),
     "expressions": ("Expressions", expression_table),
     "sample": ("Drawn sizes", sample_table),
     "attention": ("Attention", attention_table),
+    "attention_floor": ("Floors of windows and documents", attention_floors),
     "decode": ("Attention to caches", decode_table),
     "decode_floor": ("Floors of attention to caches", cache_floors),
     "llama_step": ("Training step", step_table),
