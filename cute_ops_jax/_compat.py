@@ -202,6 +202,20 @@ def bind(equation: Any, inputs: Sequence[Any], **changed: Any) -> list[Any]:
     return list(made) if equation.primitive.multiple_results else [made]
 
 
+def mesh_among(jaxpr: ClosedJaxpr) -> Any:
+    """The mesh of the program's context, if some equations of a jaxpr are in it and others are in another, as those of
+    ``auto_axes`` are; else None.
+    """
+    meshes = {mesh_of(equation) for equation in jaxpr.jaxpr.eqns}
+    ambient = jax.sharding.get_abstract_mesh() if len(meshes) > 1 else None
+    return ambient if ambient in meshes else None
+
+
+def mesh_of(equation: Any) -> Any:
+    """The mesh of an equation's context."""
+    return getattr(equation.ctx, "cur_abstract_mesh", None)
+
+
 def run(jaxpr: ClosedJaxpr, arrays: Sequence[Any]) -> list[Any]:
     """The outputs of a jaxpr."""
     return list(core.jaxpr_as_fun(jaxpr)(*arrays))

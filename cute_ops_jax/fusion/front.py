@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 
 from cute_ops.fusion.graph import FLOATS, Graph, Node
 from cute_ops.fusion.named import number_of
+from cute_ops_jax import _compat
 from cute_ops_jax._compat import ClosedJaxpr, JaxprEqn, Literal, Tracer
 from cute_ops_jax.fusion.rules import name_loss
 
@@ -93,11 +94,16 @@ class Front:
         self._whole, self._passed, self._exact = whole, passed, exact
         self._only_values = isinstance(passed, _Every)
         self._call: JaxprEqn | None = None
+        self._mesh = _compat.mesh_among(closed)
         self._known: dict[Any, list[Node]] = {}
         avals = [v.aval for v in closed.jaxpr.invars]
         self.inputs = [self._value(self.graph.input(_shape(a), _dtype(a)), None, i) for i, a in enumerate(avals)]
         self.outputs = self._run(closed, self.inputs)
         self.graph.outputs = [each.node for each in self.outputs if isinstance(each, Value)]
+
+    def is_apart(self, equation: JaxprEqn) -> bool:
+        """Whether an equation is on another mesh than the program, as those of ``auto_axes`` are: it runs as it is."""
+        return self._mesh is not None and _compat.mesh_of(equation) != self._mesh
 
     def value_of(self, node: Node) -> Value | None:
         """The value that a part reads of a node, with a name if the program gives it one."""
@@ -153,7 +159,7 @@ class Front:
         return made
 
     def _step(self, name: str, equation: JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
-        made = self._translated(name, equation, inputs)
+        made = None if self.is_apart(equation) else self._translated(name, equation, inputs)
         if made is None:
             made = self._opaque(name, equation, inputs)
         step = Step(equation, tuple(inputs), self._call)

@@ -96,7 +96,7 @@ class Program:
         self.bodies: dict[int, Bodies] = {}
         self.lookups: dict[int, Lookup] = {}
         for unit in self._order:
-            if not isinstance(unit, Step):
+            if not isinstance(unit, Step) or self.front.is_apart(unit.equation):
                 continue
             if (made := bodies_of(unit.equation, partial(self._inner, unit.inputs))) is not None:
                 self.bodies[id(unit)] = made

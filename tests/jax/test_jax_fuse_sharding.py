@@ -153,3 +153,21 @@ def test_losses_on_explicit_meshes(form: str) -> None:
         for a, b in zip(got, jax.tree.leaves(want), strict=True):
             rtol = 1e-2 if form in ("logits in float32", "weights") else 2e-5
             np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * max(1e-2, np.abs(b).max()))
+
+
+@pytest.mark.parametrize("part", ["lookup", "norm"])
+def test_parts_on_automatic_axes_of_an_explicit_mesh_stay(part: str) -> None:
+    """``auto_axes``, and a lookup that says how its rows are sharded, run on another mesh than the program."""
+    mesh = jax.make_mesh((8,), ("b",), axis_types=(AxisType.Explicit,))
+    table, tokens = draw(16, 32), jnp.arange(16, dtype=jnp.int32)[::-1]
+
+    def function(table: jax.Array, tokens: jax.Array) -> jax.Array:
+        if part == "lookup":
+            return jnp.sin(table.at[tokens].get(out_sharding=P("b", None))).sum()
+        scaled = jax.sharding.auto_axes(rms, out_sharding=P(None, None))(table, table[0])
+        return jnp.sin(scaled).sum()
+
+    with jax.set_mesh(mesh):
+        given = jax.device_put(table, NamedSharding(mesh, P())), jax.device_put(tokens, NamedSharding(mesh, P("b")))
+        got, want = (jax.jit(jax.grad(each))(*given) for each in (cute_ops_jax.fuse(function), function))
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
