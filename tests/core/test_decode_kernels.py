@@ -12,8 +12,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cute_ops import Op, testing
+from cute_ops import Array, Op, testing
+from cute_ops.declaration.binding import bind
 from cute_ops.jit.layout import Memory
+from cute_ops.jit.plan import signature
+from cute_ops.jit.target import parse
 from cute_ops.kernels.attention.config import DecodeConfig, MlaConfig
 from cute_ops.ops.attention.by_call import Captured, kind_of, op_of_call
 from cute_ops.ops.attention.config import Splitting
@@ -114,6 +117,19 @@ def test_short_keys_are_split_less() -> None:
     """Of few bytes: more of them are read while a CTA starts and while parts are combined."""
     assert Splitting(700, 600, 264, 0).number() == 2
     assert Splitting(700, 600, 264, 0, start=512, combine=512).number() == 1
+
+
+def test_boxes_are_whole_swizzles_for_pages_of_any_size() -> None:
+    """A tile of 224 keys of float8, which warps share, has 28 in common with pages of 28 or 84."""
+    target = parse("sm_90a")
+    for size in range(1, 260):
+        cache, integers = Array((9, size, 1, 128), "float8_e4m3fn"), (Array((2, 4), "int32"), Array((2,), "int32"))
+        given = {"q": Array((2, 4, 8, 128), "bfloat16"), "k_cache": cache, "v_cache": cache}
+        given |= {"page_table": integers[0], "lengths": integers[1]}
+        problem = signature(bind(decode_attention, given, {}), {}, target).problem
+        config = DecodeConfig.of(decode_attention.config(problem))
+        assert config.box % 8 == 0
+        assert config.sharers == (2 if config.box else 1)
 
 
 LATENT = (

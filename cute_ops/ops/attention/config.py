@@ -63,7 +63,7 @@ LEAST_SM_OF_FP8 = 89
 # Tiles that TMA loads: at most so many; a row has boxes of at least so many bytes.
 MOST_SLOTS, BOX_BYTES, HOPPER = 12, 64, 90
 SHORT = 64  # the longest heads of 16 bits of which a warp's tile has 32 keys
-# Keys that TMA loads at once of a chunk's caches are a multiple of so many, after which a swizzle repeats.
+# Keys that TMA loads at once are a multiple of so many, after which a swizzle repeats.
 LEAST_BOX = 8
 # Splits of keys: each of so many keys at least; a batch-invariant one. What starting a CTA and combining parts take, as
 # keys that a CTA reads meanwhile.
@@ -386,7 +386,8 @@ def _box(problem: Problem, own: int, tile: int) -> int:
     keys = math.gcd(dims["c"], tile) if "page_table" in problem.dtypes else tile
     fits = own == 1 or (itemsize == 2 and not problem.attrs["batch_invariant"])
     fits = fits and all(dims[name] * itemsize % BOX_BYTES == 0 for name in "de")
-    return keys if fits and keys >= MMA_ROWS and sm(problem.arch) == HOPPER else 0
+    fits = fits and keys >= MMA_ROWS and keys % LEAST_BOX == 0
+    return keys if fits and sm(problem.arch) == HOPPER else 0
 
 
 def _check_float8(op: str, problem: Problem, name: str = "k_cache") -> None:
