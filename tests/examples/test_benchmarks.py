@@ -620,6 +620,8 @@ def test_committed_tables_are_of_the_committed_figures(file: str, make: Callable
     pages = "--page benchmarks/results/README.md --readme README.md --distributed docs/distributed.md --guides"
     command = f"python benchmarks/plot.py benchmarks/results {pages}"
     assert path.read_text() == text, f"run {command}"
+    for name in re.findall(r"\[notes\]\(#(\w+)csv\)", text):
+        assert f"\n### {name}.csv\n" in text, f"{file} has no notes on {name}.csv"
 
 
 def row(op: str, direction: str, rows: int, us: dict[str, float | str], size: float = 256e6) -> list[dict[str, object]]:
