@@ -143,7 +143,9 @@ def _attention(found: Composite) -> Callable[..., list[Any]]:
         out, _ = function(*arrays, *captured, **attrs)
         out = jnp.transpose(jnp.reshape(out, sizes), order)
         for view in views:
-            out = jnp.transpose(out, view.attr) if view.op == "transpose" else jnp.reshape(out, view.shape)
+            turned = view.op == "transpose"  # of dims that the result may lack, as they have one element
+            out = jnp.reshape(out, view.args[0].shape if turned else view.shape)
+            out = jnp.transpose(out, view.attr) if turned else out
         return [out]
 
     return call

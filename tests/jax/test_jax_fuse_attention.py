@@ -211,6 +211,7 @@ FORMS: dict[str, tuple[Callable[..., Array], tuple[Array, ...], str]] = {
     "by the reciprocal": (by(lambda x: jnp.exp(x) * (1 / jnp.exp(x).sum(-1, keepdims=True))), (Q, K, V), "causal"),
     "divided behind": (divided_behind, (Q, FEW_K, FEW_V), "causal"),
     "divided behind, in float32": (divided_wide, (Q, K, V), "causal"),
+    "divided behind, in float32, of one example": (divided_wide, (Q[:1], K[:1], V[:1]), "causal"),
     "without a maximum": (by(lambda x: jnp.exp(x) / jnp.exp(x).sum(-1, keepdims=True)), (Q, K, V), "causal"),
     "by the logarithm": (by(lambda x: jnp.exp(jax.nn.log_softmax(x))), (Q, K, V), "causal"),
     "by the log-sum": (by(lambda x: jnp.exp(x - jax.nn.logsumexp(x, -1, keepdims=True))), (Q, K, V), "causal"),
