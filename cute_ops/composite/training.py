@@ -38,12 +38,14 @@ class Training(Generic[Array]):
         losses: its ``linear_cross_entropy``.
         register: makes functions of ops.
         array: converts an argument to an array.
+        device: where an array is; None where the framework brings arrays together by itself.
     """
 
     def __init__(
-        self, xp: Any, losses: Callable[..., Any], register: Callable[..., Any], array: Callable[[Any], Any]
-    ) -> None:
-        self._xp, self._losses, self._array = xp, losses, array
+        self, xp: Any, losses: Callable[..., Any], register: Callable[..., Any], array: Callable[[Any], Any],
+        device: Callable[[Any], Any],
+    ) -> None:  # fmt: skip
+        self._xp, self._losses, self._array, self._device = xp, losses, array, device
         self._distillation = register(linear_distillation_rows), register(linear_distillation_total)
 
     def linear_log_probs(
@@ -147,9 +149,9 @@ class Training(Generic[Array]):
             log_probs = log_probs / kept.sum(-1)
         ratios = log_probs
         if kind not in preferences.ALONE and reference is not None:
-            ratios = log_probs - self._numbers(function, "reference", reference, labels.shape[:1])
+            ratios = log_probs - self._numbers(function, "reference", reference, labels.shape[:1], hidden)
         if kind == "kto":
-            wanted = self._numbers(function, "desirable", desirable, labels.shape[:1])
+            wanted = self._numbers(function, "desirable", desirable, labels.shape[:1], hidden)
             losses = preferences.kto(self._xp, ratios, wanted, beta, kl)
         else:
             options = preferences.Options(beta, gamma, label_smoothing, tau)
@@ -210,9 +212,9 @@ class Training(Generic[Array]):
         self._check_kind(function, kind, POLICIES)
         self._check_kind(function, level, LEVELS[: 1 if kind == "cispo" else 2], "level")
         self._check_dims(function, labels)
-        gain = self._numbers(function, "advantages", advantages, labels.shape[:1])[:, None]
+        gain = self._numbers(function, "advantages", advantages, labels.shape[:1], hidden)[:, None]
         earlier, reference, factor = (
-            None if given is None else self._numbers(function, name, given, labels.shape)
+            None if given is None else self._numbers(function, name, given, labels.shape, hidden)
             for name, given in (("old", old), ("reference", reference), ("token_weights", token_weights))
         )
         tokens, kept = self._tokens(function, (hidden, weight, labels, bias), ignore_index, temperature, accum_dtype)
@@ -285,13 +287,17 @@ class Training(Generic[Array]):
         Distillation of Language Models, 2023.
         """
         function, xp = "linear_distillation_loss", self._xp
+        self._check_factors(function, hard=hard, soft=soft)
         constants = isinstance(hard, Real) and isinstance(soft, Real)
         has_hard = not isinstance(hard, Real) or bool(hard)
         if has_hard and target is None:
             raise ValueError(f"cute.{function}: option `hard` is {hard}, which needs the argument `target`.")
         self._check_type(function, "ignore_index", ignore_index, int)
         heads = [self._array(a) for a in (hidden, weight, teacher_hidden, teacher_weight)]
-        labels = None if target is None else self._numbers(function, "target", target, heads[0].shape[:-1])
+        if not heads[0].shape:
+            raise ValueError(f"cute.{function}: argument `hidden` has 0 dims, expected at least 1: T[*m h].")
+        rows = heads[0].shape[:-1]
+        labels = None if target is None else self._numbers(function, "target", target, rows, heads[0])
         like: Any = heads[0][..., :1].sum(-1) if labels is None else labels
         zeros: Any = xp.zeros_like(like, dtype=xp.float32)
         kept = zeros == 0 if labels is None else labels != ignore_index
@@ -356,12 +362,24 @@ class Training(Generic[Array]):
         if len(target.shape) != 2:
             raise ValueError(f"cute.{function}: argument `target` has {len(target.shape)} dims, expected 2: I[b s].")
 
-    def _numbers(self, function: str, name: str, given: Any, shape: Sequence[Any]) -> Any:
-        """An argument as an array of one real number, or bool, for each sequence or token."""
+    def _check_factors(self, function: str, **factors: Any) -> None:
+        """Raise unless these options are numbers, or arrays without dims."""
+        for name, value in factors.items():
+            if not isinstance(value, Real):
+                if (shape := getattr(value, "shape", None)) is None:
+                    expected = "a number, or an array without dims"
+                    raise TypeError(f"cute.{function}: option `{name}` must be {expected}, got {shown(value)}.")
+                if len(shape):
+                    raise ValueError(f"cute.{function}: option `{name}` has the shape {[*shape]}, expected [].")
+
+    def _numbers(self, function: str, name: str, given: Any, shape: Sequence[Any], hidden: Any) -> Any:
+        """An argument as an array of one real number, or bool, for each sequence or token, where ``hidden`` is."""
         array, expected = self._array(given), [*shape]
         if [*array.shape] != expected:
             problem = f"argument `{name}` has the shape {[*array.shape]}, expected {expected}."
             raise ValueError(f"cute.{function}: {problem}")
+        if (device := self._device(array)) != (expects := self._device(hidden)):
+            raise ValueError(f"cute.{function}: argument `{name}` is on {device}, but `hidden` is on {expects}.")
         dtype = _named(array.dtype)
         if name == "target" and dtype not in ("int64", "int32"):
             raise TypeError(f"cute.{function}: argument `target` has dtype {dtype}, expected int64 or int32.")

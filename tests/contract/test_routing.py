@@ -122,9 +122,10 @@ def test_sums_without_weights(adapter: Adapter) -> None:
     [
         (lambda ours, x: ours.topk(x, k=0), "attribute `k` is 0, expected a number from 1 to 128"),
         (lambda ours, x: ours.topk(x, k=6), "attribute `k` is 6, but rows of `x` have n=5"),
+        (lambda ours, x: ours.route(x, k=6), "attribute `k` is 6, but rows of `logits` have n=5"),
         (lambda ours, x: ours.route(x, k=129), "attribute `k` is 129, expected a number from 1 to 128"),
     ],
-    ids=["none", "more", "most"],
+    ids=["none", "more", "route", "most"],
 )
 def test_what_is_refused(adapter: Adapter, call: Any, text: str) -> None:
     with pytest.raises(ValueError, match=text):

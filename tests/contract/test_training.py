@@ -206,9 +206,13 @@ def test_log_probabilities(adapter: Adapter) -> None:
         (lambda ours, h, w, t: ours.linear_policy_loss(h, w, t, h[:, 0, 0], h[:, :1, 0]),
          "argument `old` has the shape "),
         (lambda ours, h, w, t: ours.linear_distillation_loss(h, w, h, w, t[:, :1]), "argument `target` has the shape "),
+        (lambda ours, h, w, t: ours.linear_distillation_loss(h[0, 0, 0], w, h, w, t), "argument `hidden` has 0 dims"),
+        (lambda ours, h, w, t: ours.linear_distillation_loss(h, w, h, w, soft=w[0]), "option `soft` has the shape "),
+        (lambda ours, h, w, t: ours.linear_distillation_loss(h, w, h, w, chunk_rows=-1),
+         "attribute `chunk_rows` is -1, expected 0, or at least 1"),
     ],
     ids=["kind", "reference", "pairs", "desirable", "policy", "level", "smoothing", "hard", "beta", "temperature",
-         "scale", "weight", "advantages", "old", "target"],
+         "scale", "weight", "advantages", "old", "target", "dims", "factor", "rows"],
 )  # fmt: skip
 def test_what_is_refused(adapter: Adapter, call: Any, text: str) -> None:
     with pytest.raises(ValueError, match=text):
@@ -224,12 +228,14 @@ def test_what_is_refused(adapter: Adapter, call: Any, text: str) -> None:
          "option `ignore_index` must be int, got 0.5"),
         (lambda ours, h, w, t: ours.linear_distillation_loss(h, w, h, w, t, ignore_index=True),
          "option `ignore_index` must be int, got True"),
+        (lambda ours, h, w, t: ours.linear_distillation_loss(h, w, h, w, t, hard="yes"),
+         "option `hard` must be a number, or an array without dims, got 'yes'"),
         (lambda ours, h, w, t: ours.linear_log_probs(h, w, t, average="none"),
          "cute.linear_log_probs: option `average` must be bool"),
         (lambda ours, h, w, t: ours.linear_preference_loss(h, w, t, kind="cpo", average="sum"),
          "option `average` must be bool"),
     ],
-    ids=["target", "index", "flag", "log_probs", "preference"],
+    ids=["target", "index", "flag", "factor", "log_probs", "preference"],
 )  # fmt: skip
 def test_other_types_are_refused(adapter: Adapter, call: Any, text: str) -> None:
     with pytest.raises(TypeError, match=text):

@@ -419,6 +419,14 @@ def test_blocks_of_classes_sum_nothing_of_the_weights_gradient(
     assert dhidden[5].isnan().all() and not dhidden[:5].isnan().any() and dhidden[3].eq(0).all()
 
 
+def test_losses_name_what_is_on_another_device() -> None:
+    hidden, weight, target = torch.randn(2, 3, 8), torch.randn(9, 8), torch.randint(9, (2, 3))
+    with pytest.raises(ValueError, match="argument `target` is on meta, but `hidden` is on cpu"):
+        cute_ops_torch.linear_distillation_loss(hidden, weight, hidden, weight, target.to("meta"))
+    with pytest.raises(ValueError, match="argument `advantages` is on meta, but `hidden` is on cpu"):
+        cute_ops_torch.linear_policy_loss(hidden, weight, target, torch.empty(2, device="meta"))
+
+
 def test_logits_lie_where_the_weights_gradient_goes() -> None:
     """While it is summed in float32: chunks of at most as many rows as the weight has columns fit there."""
     sizes = (1024, 128), (2100, 2048), (64, 2048), (1000, 64), (0, 128)

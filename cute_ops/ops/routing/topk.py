@@ -65,9 +65,9 @@ def check(binding: Binding) -> str | None:
     if not 1 <= k <= MOST:
         return f"attribute `k` is {k}, expected a number from 1 to {MOST}."
     if isinstance(n, int) and k > n:
-        return f"attribute `k` is {k}, but rows of `x` have n={n}."
+        return f"attribute `k` is {k}, but rows of `{next(iter(binding.inputs))}` have n={n}."
     if isinstance(n, int) and n > LONGEST:
-        return f"argument `x` has n={n}, expected at most {LONGEST}."
+        return f"argument `{next(iter(binding.inputs))}` has n={n}, expected at most {LONGEST}."
     return None
 
 
