@@ -594,6 +594,9 @@ def _odd_sizes_are_measured_with_their_copies() -> None:
     even = bind(linear, {name: Array((a.shape[0], 2688), "bfloat16") for name, a in given.items()}, {})
     whole = to_measure(even, {}, TARGET)
     assert whole is not None
+    apart = {name: Memory((2697, 1)) for name in given}
+    choices.keep(linear, whole, choices.Times(19.0, 20.0))
+    assert not realigned(even, apart, TARGET)
     choices.keep(linear, whole, choices.Times(20.0, 10.0))
     assert not realigned(odd, places, TARGET)
     copies = realigned(odd, places, TARGET, measures=True)
