@@ -16,6 +16,7 @@ from cute_ops.kernels.lib.pdl import let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_layout import SMEM_PERCENT
 from cute_ops.kernels.tensor_core.pipeline import Consumer, Producer, tma_pipeline
 
+MOST_OF_TWO = 4  # warps that multiply, of each of two CTAs on an SM
 ATOM_BYTES = 1024  # that a swizzle repeats after
 QUERIES, END, CLEARED = 1, 2, 3  # named barriers of the warps that multiply, the last ones of those that share keys
 
@@ -52,7 +53,7 @@ class DecodeAttentionSm90(DecodeAttention):
         super().__init__(variant)
         config, self.producers, self.resident, self.carveout = self.config, WARP, 1, SMEM_PERCENT
         # Registers hold the sums of two CTAs, each of five warps, where those of one are short.
-        if config.tiles_m * max(self.d, self.e) <= LONGEST_OF_TWO and config.sharers == 1:
+        if config.tiles_m * max(self.d, self.e) <= LONGEST_OF_TWO and self.warps <= MOST_OF_TWO:
             self.resident = RESIDENT
         self.tile, self.box, self.together = config.keys * config.warps, config.box, config.warps
         self.units = [width * config.itemsize // 2 for width in (self.d, self.e)]

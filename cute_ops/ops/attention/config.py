@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from heapq import heapreplace
 from typing import Any, NamedTuple, TypeVar
@@ -56,6 +57,8 @@ BACKWARD_BY_WARPS = {
 ONE_PASS_BY_WARPS = ((8, 64, 2), (8, 32, 1))
 # Of attention to caches: warps of a CTA; a warp's tiles in shared memory, the most and the fewest.
 WARPS, MOST_STAGES, FEWEST_STAGES = 4, 6, 3
+# Warps of the only CTA of an SM, the least keys of its part, and what waves of them fill of all SMs.
+WIDE, WIDE_KEYS, FILLED = 8, 4096, 0.96
 # Of those that share keys, without pages and with them. 64 x 8192, 64 heads over 8, four queries: 302 and 324 us with
 # six of them, 308 and 305 with seven.
 SHARING = (6, 7)
@@ -361,7 +364,32 @@ def decode_attention(own: mods.Own, problem: Problem) -> DecodeConfig:
         for resident, warps, keys, box, sharers in choices
         for stages in range(MOST_SLOTS if box else MOST_STAGES, FEWEST_STAGES - 1, -1)
     )
-    return next(config for resident, config in configs if _resident(problem, config) >= resident)
+    return _wide(problem, next(config for resident, config in configs if _resident(problem, config) >= resident))
+
+
+def _wide(problem: Problem, config: DecodeConfig) -> DecodeConfig:
+    """``config``, or one CTA of eight warps on each SM: half as many parts to combine, where these are long and one
+    wave fills all SMs; in float8 in pages of 16 keys also several waves. 16 x 8192 in 16 bits take 123 us, else 126,
+    64 x 8192 in float8 in pages of 16 keys 260, else 269, but without pages 253, else 247, and 4 x 8192 22.6, else
+    21.5. Pages in 16 bits have not been timed.
+    """
+    box = _box(problem, 1, config.keys * WIDE) if config.box and config.tiles_m == 1 else 0
+    if not box or problem.attrs["batch_invariant"] or not SHORT < _headdim(problem) <= LONGEST_OF_TWO:
+        return config
+    form: Form = "any_pages" if config.form != "contiguous" and problem.dims["c"] % box else config.form
+    wide = (replace(config, form=form, warps=WIDE, stages=n, box=box) for n in range(MOST_SLOTS, FEWEST_STAGES - 1, -1))
+    found = next(each for each in wide if _resident(problem, each))
+    return found if _fills_sms(problem, found) else config
+
+
+def _fills_sms(problem: Problem, config: DecodeConfig) -> bool:
+    """Whether parts of keys are long, and CTAs of one wave fill all SMs; in float8 in pages of 16 those of several."""
+    parts, paged, eight = _splitting(problem, config), config.form != "contiguous", config.itemsize == 1
+    number = parts.number()
+    count = parts.blocks * number
+    waves = -(-count // parts.slots)
+    fill = parts.keys >= WIDE_KEYS * number and count >= FILLED * waves * parts.slots
+    return fill and (eight or not paged) and (waves == 1 or (paged and config.box == MMA_ROWS))
 
 
 def _by_tma(problem: Problem, tiles_m: int, keys: int) -> list[tuple[int, int, int, int, int]]:
@@ -435,7 +463,14 @@ def mla_workspace(problem: Problem, flat: Config) -> dict[str, Array | None]:
 
 def decode_workspace(problem: Problem, flat: Config) -> dict[str, Array | None]:
     """The result of each split of keys, and its log-sum-exp; of one split these are outputs."""
-    dims, config, window = problem.dims, DecodeConfig.of(flat), problem.attrs["window"]
+    dims = problem.dims
+    parts = _splitting(problem, DecodeConfig.of(flat))
+    return _parts(dims["b"] * dims["g"] * dims["r"] * dims["s"], parts.number(), dims["e"])
+
+
+def _splitting(problem: Problem, config: DecodeConfig) -> Splitting:
+    """How attention to caches splits keys."""
+    dims, window = problem.dims, problem.attrs["window"]
     keys = dims["c"] * (1 if config.form == "contiguous" else dims["t"])
     if window and not config.split_keys:
         keys = min(keys, window + dims["s"])
@@ -444,11 +479,10 @@ def decode_workspace(problem: Problem, flat: Config) -> dict[str, Array | None]:
     resident, rows = min(_resident(problem, config), RESIDENT), dims["b"] * dims["g"] * queries
     of_keys = (dims["d"] + dims["e"]) * config.itemsize * resident  # bytes of a key in each of an SM's CTAs
     waves = -(-rows // (COMBINED * problem.sm_count))
-    split = Splitting(
+    return Splitting(
         keys, blocks, problem.sm_count * resident, config.split_keys, START_BYTES // of_keys,
         waves * COMBINE_BYTES // of_keys,
     )  # fmt: skip
-    return _parts(rows, split.number(), dims["e"])
 
 
 def _parts(rows: int, splits: int, e: int) -> dict[str, Array | None]:
