@@ -45,8 +45,13 @@ CALLS = (
     Decoding((0, 131, 33), 5, 1, 4, 64, 128, 32, 160, "float16", holes=True, float8=True),  # of warps that share keys
     Decoding((150, 40), 1, 1, 4, 192, 256, 16, 160, holes=True),
     # By eight warps: long parts of keys on few SMs.
-    Decoding((700,), 1, 1, 4, 128, 128, 0, 8200, sinks=True),
+    Decoding((700, 20), 1, 1, 4, 96, 128, 0, 4100, sinks=True),
     Decoding((0, 530), 2, 1, 4, 64, 128, 16, 4096, holes=True, float8=True),
+    # Whose clusters combine two parts, one of which may have no key.
+    Decoding((700,), 1, 1, 4, 128, 128, 0, 8200, sinks=True),
+    Decoding((700,), 3, 1, 5, 64, 128, 16, 8192, holes=True, float8=True),
+    Decoding((100,), 1, 1, 3, 128, 64, 16, 8192, "float16", sinks=True, float8=True),
+    Decoding((0,), 1, 1, 1, 128, 128, 0, 8200),
 )
 LONG = 4096  # keys of caches that few SMs have
 

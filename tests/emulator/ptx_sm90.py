@@ -422,6 +422,8 @@ class Warp(ptx_cta.Cta):
                 self.blocks[0][rows[8 * i : 8 * i + 8, None] + np.arange(16)] = matrix
         elif op[:2] == ("st", "async"):
             self.store_async(operands, now)
+        elif op[:2] == ("ld", "shared::cluster"):
+            self.load_of_cluster(operands, now)
         elif op[0] in ("ld", "st"):
             self.access(op, operands, now)
         elif op[0] == "red" and op[-1] == "f32":
@@ -471,6 +473,20 @@ class Warp(ptx_cta.Cta):
             self.watched(start + np.arange(4 * len(values)), self.threads == lane, access, cta)
             cta.blocks[0][start : start + 4 * len(values)] = words[:, lane].copy().view(np.uint8)
             cta.arrive(int(mbarrier[lane]) % (1 << RANK_BITS), 0, -4 * len(values))
+
+    def load_of_cluster(self, operands: list[list[str]], now: np.ndarray) -> None:
+        """Words of shared memory of a CTA of the cluster."""
+        names, place = operands
+        source, found = sum(self.read(name) for name in place), np.zeros((len(names), LANES), np.int64)
+        for lane in np.flatnonzero(now):
+            rank, start = divmod(int(source[lane]), 1 << RANK_BITS)
+            cta = self.cta.cluster.ctas[rank - 1]
+            if start % (4 * len(names)):
+                raise IndexError(f"ld of {len(names)} words from {start}")
+            self.watched(start + np.arange(4 * len(names)), self.threads == lane, LOAD, cta)
+            found[:, lane] = cta.blocks[0][start : start + 4 * len(names)].view(np.uint32)
+        for name, value in zip(names, found, strict=True):
+            self.write(name, value, now)
 
     def add_to_memory(self, operands: list[list[str]], now: np.ndarray) -> None:
         """Add float32 numbers to neighbours in memory, as many as an instruction has."""

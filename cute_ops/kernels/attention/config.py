@@ -134,6 +134,7 @@ class DecodeConfig(KernelConfig):
         sharers: warps that have the same tiles of keys, each with tiles of queries of its own.
         split_keys: keys after which they are split; 0 where the number of splits is chosen.
         score: the expression of a change of scores; empty if there is none.
+        cluster: CTAs that have all parts of a row's keys and combine them in shared memory; 1 where memory has parts.
     """
 
     form: Form
@@ -146,6 +147,7 @@ class DecodeConfig(KernelConfig):
     sharers: int = 1
     split_keys: int = 0
     score: str = ""
+    cluster: int = 1
 
     @property
     def rows(self) -> int:

@@ -126,10 +126,12 @@ class DecodeAttention:
         self.kernel(mma, tensors, self._moved(tensors), captured, heads, splits).launch(
             grid=[batches * heads * splits * blocks, 1, 1], block=[self.threads + self.producers, 1, 1], stream=stream,
             use_pdl=self.pdl, min_blocks_per_mp=self.resident, preferred_smem_carveout=self.carveout,
+            cluster=[self.config.cluster, 1, 1] if const_expr(self.config.cluster > 1) else None,
         )  # fmt: skip
-        if splits > 1:
-            results = Results(tensors.partial, tensors.partial_lse, tensors.sinks, tensors.out, tensors.lse)
-            self.combine(results, splits, stream)
+        if const_expr(self.config.cluster == 1):
+            if splits > 1:
+                results = Results(tensors.partial, tensors.partial_lse, tensors.sinks, tensors.out, tensors.lse)
+                self.combine(results, splits, stream)
 
     def _moved(self, tensors):
         """What TMA copies: nothing."""
@@ -150,11 +152,12 @@ class DecodeAttention:
         if (work.begin < work.end) | (splits == 1):
             self._attend(mma, tensors, work, (sQ, sFactors, ring), (tidx, warp))
         else:
-            self._keep_nothing(tensors, work, heads, tidx)
+            self._keep_nothing(tensors, work, (heads, sFactors), tidx)
 
     @cute.jit
-    def _keep_nothing(self, tensors: cutlass.Constexpr, work: cutlass.Constexpr, heads, tidx):
+    def _keep_nothing(self, tensors: cutlass.Constexpr, work: cutlass.Constexpr, of: cutlass.Constexpr, tidx):
         """Of a part without keys."""
+        heads, _ = of
         row = work.block * self.config.rows + tidx
         if (tidx < self.config.rows) & (row < self.rows):
             tensors.partial_lse[self._place(row, work, heads), work.split] = -Float32.inf
@@ -263,7 +266,7 @@ class DecodeAttention:
         for i, row in enumerate(rows):
             self._keep(row, i, (sValues, sSums), warp, lane)
         cute.arch.barrier()
-        self._finish(tensors, work, (sValues, sSums), tidx)
+        self._finish(tensors, work, (sValues, sSums, sFactors), tidx)
 
     # --- before the loop
 
@@ -392,8 +395,7 @@ class DecodeAttention:
     @cute.jit
     def _finish(self, tensors: cutlass.Constexpr, work: cutlass.Constexpr, results: cutlass.Constexpr, tidx):
         """Combine the warps' sums of each row, four columns a thread, and store them."""
-        (sValues, sSums), across, warps = results, self.e // 4, self.config.warps
-        heads = Int32(tensors.k_cache.shape[2])
+        (sValues, sSums, _), across, warps = results, self.e // 4, self.config.warps
         for first in cutlass.range_constexpr(0, self.config.rows * across, self.threads):
             at, column = (first + tidx) // across, (first + tidx) % across * 4
             row = work.block * self.config.rows + at
@@ -412,18 +414,33 @@ class DecodeAttention:
                 if work.splits == 1:
                     sink = None if const_expr(tensors.sinks is None) else Float32(tensors.sinks[head])
                     lse, factor = self.combine.finish(largest, total, sink)
-                    if column == 0:
-                        tensors.lse[work.batch, head, token] = lse
-                    rOut = fragment(self.dtype, 4)
-                    for j in cutlass.range_constexpr(4):
-                        rOut[j] = (rX[j] * (factor * scale)).to(self.dtype)
-                    store(rOut, self._address(tensors.out, work.batch, token, head, column))
+                    self._store_row(tensors, (work.batch, token, head, column), rX, (lse, factor * scale))
                 else:
                     lse, factor = self.combine.of_part(largest, total)
-                    place = self._place(row, work, heads)
-                    if column == 0:
-                        tensors.partial_lse[place, work.split] = lse
                     for j in cutlass.range_constexpr(4):
                         rX[j] = rX[j] * (factor * scale)
-                    start = (place * work.splits + work.split) * self.e + column
-                    store(rX, tensors.partial.iterator.toint() + start * 4)
+                    self._store_part(tensors, work, results, (at, column, lse), rX)
+
+    @cute.jit
+    def _store_row(
+        self, tensors: cutlass.Constexpr, place: cutlass.Constexpr, rX: cutlass.Constexpr, found: cutlass.Constexpr
+    ):  # fmt: skip
+        """Store four columns of a row of the outputs."""
+        (batch, token, head, column), (lse, factor), rOut = place, found, fragment(self.dtype, 4)
+        if column == 0:
+            tensors.lse[batch, head, token] = lse
+        for j in cutlass.range_constexpr(4):
+            rOut[j] = (rX[j] * factor).to(self.dtype)
+        store(rOut, self._address(tensors.out, batch, token, head, column))
+
+    @cute.jit
+    def _store_part(
+        self, tensors: cutlass.Constexpr, work: cutlass.Constexpr, results: cutlass.Constexpr, at: cutlass.Constexpr,
+        rX: cutlass.Constexpr,
+    ):  # fmt: skip
+        """Store four columns of a row's result for a part of the keys."""
+        row, column, lse = at
+        place = self._place(work.block * self.config.rows + row, work, Int32(tensors.k_cache.shape[2]))
+        if column == 0:
+            tensors.partial_lse[place, work.split] = lse
+        store(rX, tensors.partial.iterator.toint() + ((place * work.splits + work.split) * self.e + column) * 4)

@@ -86,7 +86,11 @@ class DecodeAttentionSm90(DecodeAttention):
             else:
                 self._attend(mma, tensors, work, (sQ, sFactors, (pipeline, slots)), (tidx, warp))
         else:
-            self._keep_nothing(tensors, work, heads, tidx)
+            self._keep_nothing(tensors, work, (heads, sFactors), tidx)
+        self._combine_parts(tensors, work, (slots.results[0], sFactors), tidx)
+
+    def _combine_parts(self, tensors, work, shared, tidx):
+        """Parts lie in memory, where another kernel combines them."""
 
     def _slots(self, smem, warp):
         config, pitch = self.config, max(self.units)
@@ -191,7 +195,7 @@ class DecodeAttentionSm90(DecodeAttention):
         for i, row in enumerate(rows):
             self._keep(row, first_tile + i, slots.results, warp, lane)
         cute.arch.barrier(barrier_id=END, number_of_threads=self.threads)
-        self._finish(tensors, work, slots.results, tidx)
+        self._finish(tensors, work, (*slots.results, sFactors), tidx)
 
     @cute.jit
     def _release(self, pipeline: cutlass.Constexpr, stage, lane):

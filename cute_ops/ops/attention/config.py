@@ -59,6 +59,7 @@ ONE_PASS_BY_WARPS = ((8, 64, 2), (8, 32, 1))
 WARPS, MOST_STAGES, FEWEST_STAGES = 4, 6, 3
 # Warps of the only CTA of an SM, the least keys of its part, and what waves of them fill of all SMs.
 WIDE, WIDE_KEYS, FILLED = 8, 4096, 0.96
+PAIR = 2  # parts that a cluster of CTAs combines
 # Of those that share keys, without pages and with them. 64 x 8192, 64 heads over 8, four queries: 302 and 324 us with
 # six of them, 308 and 305 with seven.
 SHARING = (6, 7)
@@ -371,7 +372,7 @@ def _wide(problem: Problem, config: DecodeConfig) -> DecodeConfig:
     """``config``, or one CTA of eight warps on each SM: half as many parts to combine, where these are long and one
     wave fills all SMs; in float8 in pages of 16 keys also several waves. 16 x 8192 in 16 bits take 123 us, else 126,
     64 x 8192 in float8 in pages of 16 keys 260, else 269, but without pages 253, else 247, and 4 x 8192 22.6, else
-    21.5. Pages in 16 bits have not been timed.
+    21.5. Pages in 16 bits have not been timed. A pair of CTAs combines two parts: 8 x 8192 in float8 35.4, else 37.1.
     """
     box = _box(problem, 1, config.keys * WIDE) if config.box and config.tiles_m == 1 else 0
     if not box or problem.attrs["batch_invariant"] or not SHORT < _headdim(problem) <= LONGEST_OF_TWO:
@@ -379,7 +380,10 @@ def _wide(problem: Problem, config: DecodeConfig) -> DecodeConfig:
     form: Form = "any_pages" if config.form != "contiguous" and problem.dims["c"] % box else config.form
     wide = (replace(config, form=form, warps=WIDE, stages=n, box=box) for n in range(MOST_SLOTS, FEWEST_STAGES - 1, -1))
     found = next(each for each in wide if _resident(problem, each))
-    return found if _fills_sms(problem, found) else config
+    if not _fills_sms(problem, found):
+        return config
+    parts = _splitting(problem, found)
+    return replace(found, cluster=PAIR) if parts.number() == PAIR and parts.blocks * PAIR <= parts.slots else found
 
 
 def _fills_sms(problem: Problem, config: DecodeConfig) -> bool:
@@ -464,7 +468,10 @@ def mla_workspace(problem: Problem, flat: Config) -> dict[str, Array | None]:
 def decode_workspace(problem: Problem, flat: Config) -> dict[str, Array | None]:
     """The result of each split of keys, and its log-sum-exp; of one split these are outputs."""
     dims = problem.dims
-    parts = _splitting(problem, DecodeConfig.of(flat))
+    config = DecodeConfig.of(flat)
+    if config.cluster > 1:
+        return {"partial": Array((1, 1, 1), "float32"), "partial_lse": Array((1, config.cluster), "float32")}
+    parts = _splitting(problem, config)
     return _parts(dims["b"] * dims["g"] * dims["r"] * dims["s"], parts.number(), dims["e"])
 
 
