@@ -249,10 +249,14 @@ def fusion(rows: Sequence[dict[str, str]]) -> str:
     return markdown(("graph, us", "ours", "fused by Inductor", "max-autotune took", "its time", "torch's own"), lines)
 
 
+def megabytes(row: dict[str, str]) -> str:
+    return f"{float(row['peak_mb']):g}" if row["peak_mb"] else ""
+
+
 def head(rows: Sequence[dict[str, str]]) -> str:
     """The loss of a linear head: each contender's time and peak memory, shape by shape."""
     lines = [
-        (r["contender"], f"{r['rows']} x {r['hidden']} x {r['vocabulary']}", r["ms"] or r["status"], r["peak_mb"])
+        (r["contender"], f"{r['rows']} x {r['hidden']} x {r['vocabulary']}", r["ms"] or r["status"], megabytes(r))
         for r in rows
     ]
     return markdown(("loss of a linear head", "rows x hidden x vocabulary", "ms", "peak MB"), lines)
