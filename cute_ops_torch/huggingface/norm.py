@@ -98,7 +98,7 @@ REPLACEMENTS = (
         LLAMA,
         llama_rmsnorm,
         also=lambda norm: _is_number(norm.variance_epsilon),
-        norm=lambda norm: Norm("rmsnorm", norm.weight, None, norm.variance_epsilon),
+        norm=lambda norm: Norm("rmsnorm", norm.weight, None, norm.variance_epsilon, 0.0),
     ),
     by_source(
         "rmsnorm",
@@ -111,7 +111,7 @@ REPLACEMENTS = (
         "layernorm",
         _is_layernorm,
         lambda original: _layernorm,
-        norm=lambda norm: Norm("layernorm", norm.weight, norm.bias, norm.eps),
+        norm=lambda norm: Norm("layernorm", norm.weight, norm.bias, norm.eps, 0.0),
     ),
     Replacement("group_norm", lambda module, model: type(module) is nn.GroupNorm, _with_group_norm),
 )

@@ -36,7 +36,7 @@ class Norm(NamedTuple):
     weight: Tensor | None
     bias: Tensor | None
     eps: float
-    offset: float = 0.0
+    offset: float  # no default: Dynamo would have a symbol for it, which two checkpointed layers cannot share
 
     def fits(self, x: Tensor) -> bool:
         """Whether the norm of a sum like ``x`` has its dtype and runs on our op."""

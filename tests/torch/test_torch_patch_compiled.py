@@ -276,14 +276,15 @@ def test_outputs_of_a_model_that_ran_before_its_patch_are_kept_once() -> None:
 
 
 @pytest.mark.slow
-def test_checkpointed_layers_of_a_graph_read_no_norm_of_the_next_layer() -> None:
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_checkpointed_layers_of_a_graph_read_no_norm_of_the_next_layer(dynamic: bool | None) -> None:
     """Each is a call in the graph, which has no names for tensors outside of it."""
     torch._dynamo.reset()
     model, inputs = made(MODELS["ViT"])
     cute_ops_torch.patch(model)
     want = step(model, model, inputs)
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    found = step(torch.compile(model, backend="eager", fullgraph=True), model, inputs)
+    found = step(torch.compile(model, backend="eager", fullgraph=True, dynamic=dynamic), model, inputs)
     for got, each in zip(found, want, strict=True):
         assert (got - each).abs().max() <= 2e-2 * each.abs().max().clamp(min=1e-2)
     torch._dynamo.reset()
