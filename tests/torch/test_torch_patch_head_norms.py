@@ -59,7 +59,7 @@ def test_norms_that_differ_or_are_watched_run_by_themselves(rotated: list[tuple[
 
 def test_what_else_is_asked_of_a_lazy_norm_is_asked_of_the_real_one() -> None:
     x, weight = torch.randn(2, 3, 4, 8), torch.randn(8)
-    made = Norm("rmsnorm", weight, None, 1e-6)
+    made = Norm("rmsnorm", weight, None, 1e-6, 0.0)
     real = cute_ops_torch.rmsnorm(x, weight)
     lazy = LazyNorm(x, made, lambda: real)
     turned = lazy.transpose(1, -2)
