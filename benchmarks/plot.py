@@ -48,7 +48,8 @@ def section(folder: Path) -> str:
         if path.exists() and (rows := read(path)):
             links = f"[how](../{name}.py), `{name}.csv`, [notes](#{name}csv)"
             versions, commits = ("; ".join(unique(row[c] for row in rows)) for c in ("versions", "commit"))
-            source = f"Driver {rows[0]['driver']}; {versions}. Commits: {commits}."
+            drivers = ", ".join(unique(row["driver"] for row in rows if row["driver"]))
+            source = f"Driver {drivers}; {versions}. Commits: {commits}."
             table = folded("Table", f"{make(rows)}\n\n{source}")
             parts.append(f"### {title}\n\n{about(name)} {rows[0]['gpu']}, {dates(rows)}: {links}.\n\n{table}")
     return "\n\n".join(parts)
