@@ -21,7 +21,15 @@ from cute_ops.declaration.split import Sharding
 from cute_ops.declaration.tensor import Tensor
 from cute_ops.ops.checks import no_columns
 from cute_ops.ops.reduction.cross_entropy import cross_entropy
-from cute_ops.ops.reduction.divergence import check, distillation_step, divergence, divergence_step
+from cute_ops.ops.reduction.divergence import (
+    NUMBERS,
+    check,
+    distillation_step,
+    divergence,
+    divergence_bwd,
+    divergence_saving,
+    divergence_step,
+)
 
 Arrays: TypeAlias = Mapping[str, Any]
 Call: TypeAlias = Callable[..., Arrays]
@@ -49,8 +57,10 @@ def _rows_bwd(wanted: Collection[str], xp: Any, call: Call, inputs: Arrays, attr
     chunks: Chunks = xp.chunks(_flat(inputs), attrs, wanted)
 
     def body(sums: dict[str, Any], at: Any) -> dict[str, Any]:
-        given = {**_logits(chunks, at), "dloss": chunks.cut("dloss", at)}
-        return linear.add_chunk(chunks, sums, at, call(divergence.steps[0], given, _own(attrs))["dstudent"])
+        logits, dloss = _logits(chunks, at), chunks.cut("dloss", at)
+        saved = call(divergence_saving, logits, _own(attrs))
+        given = {**logits, **{name: saved[name] for name in NUMBERS}, "dloss": dloss}
+        return linear.add_chunk(chunks, sums, at, call(divergence_bwd, given, _own(attrs))["dstudent"])
 
     return linear.gradients(chunks, chunks.each(chunks.sums(), body), inputs)
 
@@ -146,7 +156,7 @@ _COMMON: dict[str, Any] = {
 def _declare_bwd(name: str, outputs: Collection[str]) -> Op:
     return Op(
         name, inputs={**_INPUTS, "dloss": Tensor("*m", "float32"), **_BIASES}, outputs=linear.wanted_gradients(outputs),
-        kernel=Program(partial(_rows_bwd, outputs), (divergence.steps[0],)), sharding=Sharding(contracted=("m",)),
+        kernel=Program(partial(_rows_bwd, outputs), (divergence_saving, divergence_bwd)), sharding=Sharding(contracted=("m",)),
         narrow=_declare_bwd, dtypes={"T": FLOATS}, **_COMMON,
     )  # fmt: skip
 
