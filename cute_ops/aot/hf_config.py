@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -15,7 +16,8 @@ from cute_ops.jit.layout import Memory
 
 # Batch and positions: the number of leading dims matters to kernels, their sizes do not.
 LEAD = (1, ROWS)
-SHORT = 64  # tokens of a short sequence
+# Tokens of a sequence, in training or not: tiles of attention's gradients are of another size where it is short.
+TOKENS = {True: (ROWS, 64), False: (ROWS,)}
 # A product's tile depends on its number of rows; one kernel serves all products with its tile.
 PRODUCT_ROWS = tuple(2**k for k in range(7, 18))
 # The gated product of each activation, and its attributes.
@@ -265,19 +267,17 @@ def _attention(config: Mapping[str, Any], dtype: str, train: bool) -> Iterator[C
     attrs = {"causal": True, "softcap": float(config.get("attn_logit_softcapping") or 0.0)}
     attrs |= {} if scalar == size else {"scale": float(scalar**-0.5)}
     sinks = {"sinks": Array((heads,), dtype)} if config.get("model_type") == "gpt_oss" else {}
-    token = (heads + 2 * keys) * size
-    cached = dict.fromkeys(("k", "v"), Memory((keys * ROWS * size, size, ROWS * size, 1)))
-    # Tiles of gradients are of another size where sequences are short.
-    for length in (ROWS, SHORT) if train else (ROWS,):
-        lead = (ROWS // length, length)
+    lefts = (-1, window - 1) if window and config.get("use_sliding_window", True) else (-1,)
+    for length, left in itertools.product(TOKENS[train], lefts):
+        lead, token = (ROWS // length, length), (heads + 2 * keys) * size
         rows = {name: Array((*lead, n, size), dtype) for name, n in (("q", heads), ("k", keys), ("v", keys))}
         packed = dict.fromkeys(rows, Memory((length * token, token, size, 1)))
+        cached = dict.fromkeys(("k", "v"), Memory((keys * ROWS * size, size, ROWS * size, 1)))
         results = {"out": rows["q"], "lse": Array((lead[0], heads, length), "float32"), "dout": rows["q"]}
-        for left in (-1, window - 1) if window and config.get("use_sliding_window", True) else (-1,):
-            for memory in ({}, packed) if train else ({}, cached):
-                yield Call("attention", {**rows, **sinks}, memory, {**attrs, "left": left})
-                if train:
-                    yield Call("attention_bwd", {**rows, **results, **sinks}, memory, {**attrs, "left": left})
+        for memory in ({}, packed if train else cached):
+            yield Call("attention", {**rows, **sinks}, memory, {**attrs, "left": left})
+            if train:
+                yield Call("attention_bwd", {**rows, **results, **sinks}, memory, {**attrs, "left": left})
 
 
 def _mlp_products(hidden: int, size: int, dtype: str) -> Iterator[Call]:

@@ -156,8 +156,8 @@ _COMMON: dict[str, Any] = {
 def _declare_bwd(name: str, outputs: Collection[str]) -> Op:
     return Op(
         name, inputs={**_INPUTS, "dloss": Tensor("*m", "float32"), **_BIASES}, outputs=linear.wanted_gradients(outputs),
-        kernel=Program(partial(_rows_bwd, outputs), (divergence_saving, divergence_bwd)), sharding=Sharding(contracted=("m",)),
-        narrow=_declare_bwd, dtypes={"T": FLOATS}, **_COMMON,
+        kernel=Program(partial(_rows_bwd, outputs), (divergence_saving, divergence_bwd)),
+        sharding=Sharding(contracted=("m",)), narrow=_declare_bwd, dtypes={"T": FLOATS}, **_COMMON,
     )  # fmt: skip
 
 
