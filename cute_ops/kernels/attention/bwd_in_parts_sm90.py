@@ -10,7 +10,7 @@ from cute_ops.kernels.attention.bwd_keys_sm90 import following
 from cute_ops.kernels.attention.bwd_one_pass_sm90 import DS, OnePassBackward
 from cute_ops.kernels.attention.products import multiply, multiply_part
 from cute_ops.kernels.attention.softmax import PART, by_row, columns_of_part, store_part
-from cute_ops.kernels.attention.tiles import Tile, place_of
+from cute_ops.kernels.attention.tiles import Tile
 from cute_ops.kernels.tensor_core.sizes import WARPGROUP
 
 
@@ -97,7 +97,7 @@ class OnePassInParts(OnePassBackward):
         of_scores, of_weights, of_dv, of_dk, (mmas, tDrDs, tDrK) = products
         ring_o.consumer_wait(slot)
         multiply(of_scores, *of_weights, rP, (0, slot.index))
-        place = place_of(tidx, tile, (tile.block * self.tile_k, queries * self.tile_q, self.tile_q), sizes, True)
+        place = self._place(tidx, tile, queries, sizes)
         whole = self.tiles.whole(tile, sizes, queries, tile.block)
         rest = self.tiles.rest_of(tile, sizes, queries, tile.block, down=True)
         of_column = self._numbers(lse, slot, tidx)

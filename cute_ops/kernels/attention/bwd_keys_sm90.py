@@ -188,6 +188,11 @@ class KeysBackward:
         )
         return [[view] for view in views]
 
+    def _place(self, tidx, tile, queries, sizes):
+        """The place of a thread's scores of a tile of keys and one of queries."""
+        first = tile.block * self.tile_k, queries * self.tile_q, self.tile_q
+        return place_of(tidx, tile, first, sizes, True)
+
     @cute.jit
     def _multiply(
         self, rings: cutlass.Constexpr, mmas: cutlass.Constexpr, moved: cutlass.Constexpr, rows: cutlass.Constexpr,
@@ -212,9 +217,7 @@ class KeysBackward:
             for _ in cutlass.range(steps, unroll=1):
                 tile = Tile(keys.block, head, keys.batch)
                 if self.tiles.some(tile, sizes, queries, tile.block):
-                    place = place_of(
-                        tidx, tile, (keys.block * self.tile_k, queries * self.tile_q, self.tile_q), sizes, True
-                    )
+                    place = self._place(tidx, tile, queries, sizes)
                     ring_q.consumer_wait(slot)
                     multiply((mma_first, mma_s), tSrK, tSrQ, rS, (0, slot.index))
                     ring_o.consumer_wait(slot)

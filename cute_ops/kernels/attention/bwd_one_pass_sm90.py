@@ -29,7 +29,6 @@ from cute_ops.kernels.attention.tiles import (
     Tile,
     address_of,
     partition,
-    place_of,
     ring,
     slots,
     transposed,
@@ -39,7 +38,7 @@ from cute_ops.kernels.tensor_core.sizes import MMA_M, WARP, WARPGROUP
 # Named barriers: all of ds lies in shared memory; a share of a tile of dq may be written, and may be added to memory:
 # those of the second share are 2 behind.
 DS, EMPTY, FULL = 4, 5, 6
-# As if a query had so many times its bytes, where no mask is: so few heads run together that L2 holds their sums, too.
+# Without a mask a query counts as so many times its bytes. Fewer heads then run together, and L2 holds their sums, too:
 # 64 x 512 with 16 heads of 128 take 910 us instead of 1239.
 WHOLE = 64
 
@@ -312,9 +311,7 @@ class OnePassBackward(SumsOfTiles, KeysBackward):
             for _ in cutlass.range(steps, unroll=1):
                 tile = Tile(keys.block, head, keys.batch)
                 if self.tiles.some(tile, sizes, queries, tile.block):
-                    place = place_of(
-                        tidx, tile, (keys.block * self.tile_k, queries * self.tile_q, self.tile_q), sizes, True
-                    )
+                    place = self._place(tidx, tile, queries, sizes)
                     ring_q.consumer_wait(slot)
                     of_column = self._numbers(lse, slot, tidx)
                     self._score((mma_first, mma_s), of_scores, rS, slot)

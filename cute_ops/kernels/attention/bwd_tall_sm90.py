@@ -10,7 +10,7 @@ from cute_ops.kernels.attention.bwd_keys_sm90 import following
 from cute_ops.kernels.attention.bwd_one_pass_sm90 import DS, OnePassBackward
 from cute_ops.kernels.attention.products import multiply, multiply_weights
 from cute_ops.kernels.attention.softmax import store_packed
-from cute_ops.kernels.attention.tiles import Tile, place_of
+from cute_ops.kernels.attention.tiles import Tile
 from cute_ops.kernels.tensor_core.sizes import WARPGROUP
 
 
@@ -48,9 +48,7 @@ class TallOnePass(OnePassBackward):
             for _ in cutlass.range(steps, unroll=1):
                 tile = Tile(keys.block, head, keys.batch)
                 if self.tiles.some(tile, sizes, queries, tile.block):
-                    place = place_of(
-                        tidx, tile, (keys.block * self.tile_k, queries * self.tile_q, self.tile_q), sizes, True
-                    )
+                    place = self._place(tidx, tile, queries, sizes)
                     ring_q.consumer_wait(slot)
                     multiply((mma_first, mma_s), *of_scores, rS, (0, slot.index))
                     ring_o.consumer_wait(slot)
