@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -16,8 +15,7 @@ from cute_ops.jit.layout import Memory
 
 # Batch and positions: the number of leading dims matters to kernels, their sizes do not.
 LEAD = (1, ROWS)
-# Tokens of a sequence, in training or not: tiles of attention's gradients are of another size where it is short.
-TOKENS = {True: (ROWS, 64), False: (ROWS,)}
+SHORT = 64  # tokens of a short sequence
 # A product's tile depends on its number of rows; one kernel serves all products with its tile.
 PRODUCT_ROWS = tuple(2**k for k in range(7, 18))
 # The gated product of each activation, and its attributes.
@@ -268,16 +266,34 @@ def _attention(config: Mapping[str, Any], dtype: str, train: bool) -> Iterator[C
     attrs |= {} if scalar == size else {"scale": float(scalar**-0.5)}
     sinks = {"sinks": Array((heads,), dtype)} if config.get("model_type") == "gpt_oss" else {}
     lefts = (-1, window - 1) if window and config.get("use_sliding_window", True) else (-1,)
-    for length, left in itertools.product(TOKENS[train], lefts):
-        lead, token = (ROWS // length, length), (heads + 2 * keys) * size
-        rows = {name: Array((*lead, n, size), dtype) for name, n in (("q", heads), ("k", keys), ("v", keys))}
-        packed = dict.fromkeys(rows, Memory((length * token, token, size, 1)))
-        cached = dict.fromkeys(("k", "v"), Memory((keys * ROWS * size, size, ROWS * size, 1)))
-        results = {"out": rows["q"], "lse": Array((lead[0], heads, length), "float32"), "dout": rows["q"]}
-        for memory in ({}, packed if train else cached):
-            yield Call("attention", {**rows, **sinks}, memory, {**attrs, "left": left})
-            if train:
-                yield Call("attention_bwd", {**rows, **results, **sinks}, memory, {**attrs, "left": left})
+    for options in ({**attrs, "left": left} for left in lefts):
+        if train:  # tiles of gradients are of another size where sequences are short
+            for length in (ROWS, SHORT):
+                yield from _attention_in_training(_qkv(heads, keys, size, length, dtype), sinks, options)
+        else:
+            cached = dict.fromkeys(("k", "v"), Memory((keys * ROWS * size, size, ROWS * size, 1)))
+            for memory in ({}, cached):
+                yield Call("attention", {**_qkv(heads, keys, size, ROWS, dtype), **sinks}, memory, options)
+
+
+def _qkv(heads: int, keys: int, size: int, length: int, dtype: str) -> dict[str, Array]:
+    """Queries, keys and values of ``ROWS`` tokens, in sequences of ``length``."""
+    return {
+        name: Array((ROWS // length, length, n, size), dtype) for name, n in (("q", heads), ("k", keys), ("v", keys))
+    }
+
+
+def _attention_in_training(
+    rows: Mapping[str, Array], sinks: Mapping[str, Array], options: Mapping[str, Any]
+) -> Iterator[Call]:
+    """Attention with its gradient, of arrays of their own and of slices of a packed projection."""
+    batch, length, heads, size = rows["q"].shape
+    token = (heads + 2 * rows["k"].shape[2]) * size
+    packed = dict.fromkeys(rows, Memory((length * token, token, size, 1)))
+    results = {"out": rows["q"], "lse": Array((batch, heads, length), "float32"), "dout": rows["q"]}
+    for memory in ({}, packed):
+        yield Call("attention", {**rows, **sinks}, memory, options)
+        yield Call("attention_bwd", {**rows, **results, **sinks}, memory, options)
 
 
 def _mlp_products(hidden: int, size: int, dtype: str) -> Iterator[Call]:

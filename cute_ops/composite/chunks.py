@@ -28,10 +28,10 @@ MAX_CHUNKS = 32
 MAX_BLOCKS = 8
 # Bytes of logits per byte of hidden states: with fewer, most time goes to reading and writing the weight's gradient.
 LOGITS_PER_HIDDEN = 2.5
-# The same for logits together with the gradient of the hidden states, where they share an array.
+# Elements of an array that logits and the gradient of the hidden states share, for each element of the latter.
 SHARED_PER_HIDDEN = 2.9
-# The same where the weight's gradient is summed in its own dtype, which is asked for to hold less: 16384 x 4096 x 32000
-# takes 523 MB in seven chunks, less than Liger's eight, by the other number 649 MB in five.
+# As SHARED_PER_HIDDEN, for calls that sum the weight's gradient in its own dtype, as users do to save memory: a head of
+# 16384 x 4096 x 32000 takes 523 MB in seven chunks (Liger 527 MB in eight), by SHARED_PER_HIDDEN 649 MB in five.
 LEAST_SHARED_PER_HIDDEN = 1.95
 MIN_BYTES = 32 << 20
 

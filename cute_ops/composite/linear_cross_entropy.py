@@ -242,6 +242,11 @@ _STEPS = cross_entropy, cross_entropy_bwd, cross_entropy_step, kept_mean
 SCALED = {f"d{name}": f"{name}_gradient" for name in ("hidden", "weight", "bias")}
 
 
+def check_chunk_rows(binding: Binding) -> str | None:
+    rows = binding.attrs["chunk_rows"]
+    return f"attribute `chunk_rows` is {rows}, expected 0, or at least 1." if rows < 0 else None
+
+
 def check_accum(binding: Binding) -> str | None:
     accum, own = binding.attrs["accum_dtype"], binding.dtypes["T"]
     if accum not in ("float32", own):

@@ -69,9 +69,8 @@ def _of_loss(attrs: Arrays) -> Arrays:
 
 
 def _check(binding: Binding) -> str | None:
-    if binding.attrs["chunk_rows"] < 0:
-        return f"attribute `chunk_rows` is {binding.attrs['chunk_rows']}, expected 0, or at least 1."
-    return no_columns(binding, "weight") or linear.check_accum(binding) or rows.check(binding)
+    own = linear.check_chunk_rows(binding) or no_columns(binding, "weight")
+    return own or linear.check_accum(binding) or rows.check(binding)
 
 
 _LAYER = {"hidden": Tensor("*m h", "T"), "weight": Tensor("n h", "T"), "target": Tensor("*m", "I", upper_bound="n")}

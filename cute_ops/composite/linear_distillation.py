@@ -122,8 +122,8 @@ def _own(attrs: Arrays) -> Arrays:
 
 
 def _check(binding: Binding) -> str | None:
-    if (rows := binding.attrs["chunk_rows"]) < 0:
-        return f"attribute `chunk_rows` is {rows}, expected 0, or at least 1."
+    if problem := linear.check_chunk_rows(binding):
+        return problem
     accum = None if binding.attrs["accum_dtype"] == AUTO else linear.check_accum(binding)
     return check(binding) or no_columns(binding, "weight") or accum or _check_target(binding)
 

@@ -100,7 +100,7 @@ def without_weight(expression: Expression, output: int, z: int) -> tuple[Express
 
 
 def quotient_of(expression: Expression, node: Step) -> tuple[int, int] | None:
-    """What a node divides, and by what, also by its reciprocal; None if it does not."""
+    """The numerator and the denominator of a quotient, also of a product with a reciprocal; None of other nodes."""
     if node.primitive == "divide":
         return node.args[0], node.args[1]
     if node.primitive == "multiply":

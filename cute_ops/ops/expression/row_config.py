@@ -153,8 +153,8 @@ UNREDUCED_CTAS, UNREDUCED_VECTORS = 2, 2
 # Threads of an SM where they take no special instructions: modulate of 1041 x 50950 runs at 0.78 of a copy's rate, from
 # shared memory at 0.58; layer_scale of 1954 x 20033 at 0.94, at 0.85.
 UNREDUCED_THREADS, WIDE_UNREDUCED_THREADS, MOST_UNREDUCED_CLUSTER = 1344, 896, 8
-# Those of 32 bits that one CTA of so many threads holds: layer_scale of 2855 x 6854 runs at 0.997 of a copy's rate,
-# from shared memory at 0.79.
+# Such rows of 32-bit elements in the registers of one CTA: vectors of a thread, and the most threads. layer_scale of
+# 2855 x 6854 runs at 0.997 of a copy's rate, from shared memory at 0.79.
 WIDE_ALONE_VECTORS, WIDE_ALONE_THREADS = 3, 576
 # The longest of them: a CTA of 384 threads, two or three of which share an SM.
 UNALIGNED_VECTORS = 1152

@@ -48,7 +48,9 @@ def _softmax(xp: Any, x: Any, weight: float, temperature: float) -> tuple[Any, A
 
 
 def _terms(xp: Any, student: Any, teacher: Any, beta: float, temperature: float) -> tuple[list[Any], tuple[Any, ...]]:
-    """What an element adds to the divergence, in bits: the teacher's part and the student's; and the row's numbers."""
+    """The teacher's and the student's terms of an element in the divergence, in bits, and the numbers of both softmaxes
+    for each row.
+    """
     q, log_q, *of_student = _softmax(xp, student, 1 - beta if 0 < beta < 1 else 1.0, temperature)
     p, log_p, *of_teacher = _softmax(xp, teacher, beta or 1.0, temperature)
     numbers = *of_student, *of_teacher
