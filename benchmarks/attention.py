@@ -10,6 +10,7 @@ clock then, of many calls less those of a few: calls right after a pause take up
 
     python benchmarks/attention.py --out out/benchmarks
     python benchmarks/attention.py --out out/benchmarks --drawn 20 --seed 7    # shapes that nobody picked
+    python benchmarks/attention.py --again benchmarks/results/attention.csv --directions backward    # those of a file
     python benchmarks/attention.py --jax --forms causal full    # after pip install tokamax flash-attn3-jax
 """
 
@@ -27,7 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from common import Table, by_clock, first_line, spread
+from common import Table, by_clock, first_line, read, spread
 from rich.console import Console
 from rich.table import Table as View
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -280,6 +281,12 @@ class Case(NamedTuple):
         return PRODUCTS[self.direction] * 2 * b * h * pairs(self.shape, self.form) * d
 
 
+def recorded(path: Path) -> list[Case]:
+    """The cases that a file has rows of, in its order."""
+    rows = read(path)
+    return [*dict.fromkeys(Case(Shape(*(int(r[n]) for n in Shape._fields)), r["form"], r["direction"]) for r in rows)]
+
+
 def _synchronize(_: Any) -> None:
     torch.cuda.synchronize()
 
@@ -336,6 +343,7 @@ def main() -> None:
     parser.add_argument("--keys", type=int, help="of a tile of our forward, instead of what the heuristic takes")
     parser.add_argument("--drawn", type=int, metavar="COUNT", help="so many drawn shapes, instead of those listed")
     parser.add_argument("--seed", type=int, help="draws the shapes; by default a new one, which is printed")
+    parser.add_argument("--again", type=Path, metavar="CSV", help="the cases of this file, instead of shapes")
     options = parser.parse_args()
     if options.keys:
         config.KEYS = {max(config.KEYS): options.keys}
@@ -345,8 +353,10 @@ def main() -> None:
         print(f"seed {seed}")
         rng = random.Random(seed)
         shapes = [drawn(rng) for _ in range(options.drawn)]
+    cases = recorded(options.again) if options.again else starmap(Case, product(shapes, FORMS, PRODUCTS))
+    wanted = [case for case in cases if case.form in options.forms and case.direction in options.directions]
     table, view = Table(options.out / "attention.csv", COLUMNS), View(*COLUMNS, title="attention")
-    for case in starmap(Case, product(shapes, options.forms, options.directions)):
+    for case in wanted:
         for row in measure(case, options.contenders, options.rounds, options.jax):
             table.add(row)
             view.add_row(*(f"{x:.4g}" if isinstance(x, float) else str(x) for x in (row.get(c, "") for c in COLUMNS)))

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import attention
 import common
 import decode
 import decode_floor
@@ -195,6 +196,24 @@ def test_device_time_smoke(tmp_path: Path) -> None:
     flat = [r for r in flat if r not in views]
     assert {r["status"] for r in flat} == {"ok"}
     assert all(float(r["us_min"]) <= float(r["us"]) <= float(r["us_max"]) for r in flat)
+
+
+def test_attention_is_measured_at_a_files_cases_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = Path(attention.__file__).parent / "results" / "attention.csv"
+    rows = [row for row in common.read(file) if row["direction"] == "backward"]
+    named = {(*(int(row[n]) for n in attention.Shape._fields), row["form"]) for row in rows}
+    seen: list[attention.Case] = []
+
+    def measure(case: attention.Case, *_: Any) -> list[dict[str, Any]]:
+        seen.append(case)
+        return []
+
+    arguments = ["attention.py", "--out", str(tmp_path), "--again", str(file), "--directions", "backward"]
+    monkeypatch.setattr(attention, "measure", measure)
+    monkeypatch.setattr(sys, "argv", arguments)
+    attention.main()
+    assert {(*case.shape, case.form) for case in seen} == named
+    assert len(seen) == len(named)
 
 
 @pytest.mark.slow
