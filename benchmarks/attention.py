@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from common import Table, by_clock, first_line, read, spread
+from common import Table, by_clock, first_line, parse_for_gpu, read, spread
 from rich.console import Console
 from rich.table import Table as View
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -58,6 +58,14 @@ SHAPES = (
     Shape(2, 4096, 16, 16, 256),
 )  # fmt: skip
 TOKENS = 1 << 15  # of a drawn batch, at most
+CONTENDERS = OURS, CUDNN, FLASH_2, FLASH_4, FLEX = (
+    "ours",
+    "cuDNN",
+    "FlashAttention 2",
+    "FlashAttention 4",
+    "FlexAttention",
+)
+IN_JAX = OURS_JAX, CUDNN_JAX, FLASH_3, TOKAMAX = "ours in JAX", "jax.nn cuDNN", "FlashAttention 3 in JAX", "tokamax"
 PRODUCTS = {"forward": 2, "backward": 5}
 CALLS = 8  # of a sample
 AHEAD = 1 << 20  # cycles that the device waits before one, so that the host is ahead of it
@@ -160,12 +168,9 @@ def contenders(form: str) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor
         return out
 
     plain = form in ("causal", "full")
-    named = {"cuDNN": by(SDPBackend.CUDNN_ATTENTION), "FlashAttention 2": by(SDPBackend.FLASH_ATTENTION)}
+    named = {CUDNN: by(SDPBackend.CUDNN_ATTENTION), FLASH_2: by(SDPBackend.FLASH_ATTENTION)}
     changed = FORMS[form].keys() & {"score_mod", "mask_mod"}
-    return {
-        "ours": ours, **(named if plain else {}), **({} if changed else {"FlashAttention 4": fourth}),
-        "FlexAttention": flex(),
-    }  # fmt: skip
+    return {OURS: ours, **(named if plain else {}), **({} if changed else {FLASH_4: fourth}), FLEX: flex()}
 
 
 class InJax:
@@ -225,8 +230,8 @@ def in_jax(form: str) -> dict[str, InJax]:
         window = left and (left, 0)
         return dot_product_attention(q, k, v, is_causal=causal, local_window_size=window, logits_soft_cap=cap)
 
-    uncapped = {"jax.nn cuDNN": cudnn, "FlashAttention 3 in JAX": third} if cap is None else {}
-    return {name: InJax(f) for name, f in {"ours in JAX": ours, **uncapped, "tokamax": tokamax}.items()}
+    uncapped = {CUDNN_JAX: cudnn, FLASH_3: third} if cap is None else {}
+    return {name: InJax(f) for name, f in {OURS_JAX: ours, **uncapped, TOKAMAX: tokamax}.items()}
 
 
 def error(form: str, given: list[Tensor], out: Tensor) -> float:
@@ -331,23 +336,25 @@ def measure(case: Case, names: list[str] | None, rounds: int, jax: bool = False)
     return [*rows.values()]
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("out/benchmarks"), help="folder for attention.csv")
     parser.add_argument("--rounds", type=int, default=9, help="samples per contender")
-    parser.add_argument("--contenders", nargs="+", help="only these")
+    parser.add_argument("--contenders", nargs="+", choices=(*CONTENDERS, *IN_JAX), help="only these")
     parser.add_argument("--jax", action="store_true", help="contenders of JAX, too")
-    parser.add_argument("--shapes", nargs="+", type=int, help="only those with these numbers")
+    points = parser.add_mutually_exclusive_group()
+    numbers = range(len(SHAPES))
+    points.add_argument("--shapes", nargs="+", type=int, choices=numbers, help="only those with these numbers")
     parser.add_argument("--directions", nargs="+", default=list(PRODUCTS), choices=PRODUCTS)
     parser.add_argument("--forms", nargs="+", default=list(FORMS), choices=list(FORMS))
     parser.add_argument("--keys", type=int, help="of a tile of our forward, instead of what the heuristic takes")
-    parser.add_argument("--drawn", type=int, metavar="COUNT", help="so many drawn shapes, instead of those listed")
+    points.add_argument("--drawn", type=int, metavar="COUNT", help="so many drawn shapes, instead of those listed")
     parser.add_argument("--seed", type=int, help="draws the shapes; by default a new one, which is printed")
-    parser.add_argument("--again", type=Path, metavar="CSV", help="the cases of this file, instead of shapes")
-    options = parser.parse_args()
+    points.add_argument("--again", type=Path, metavar="CSV", help="the cases of this file, instead of shapes")
+    options = parse_for_gpu(parser, arguments, torch.cuda.is_available())
     if options.keys:
         config.KEYS = {max(config.KEYS): options.keys}
-    shapes: Sequence[Shape] = [SHAPES[i] for i in options.shapes or range(len(SHAPES))]
+    shapes: Sequence[Shape] = [SHAPES[i] for i in options.shapes or numbers]
     if options.drawn:
         seed = secrets.randbelow(1000) if options.seed is None else options.seed
         print(f"seed {seed}")

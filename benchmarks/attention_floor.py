@@ -21,7 +21,7 @@ from typing import Any
 import attention as A
 import numpy as np
 import torch
-from common import Table
+from common import Table, parse_for_gpu
 from rich.console import Console
 from rich.table import Table as View
 
@@ -98,7 +98,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("out/benchmarks"), help="folder for attention_floor.csv")
     parser.add_argument("--rounds", type=int, default=9, help="samples per call")
-    options = parser.parse_args()
+    options = parse_for_gpu(parser, None, torch.cuda.is_available())
     table, view = Table(options.out / "attention_floor.csv", COLUMNS), View(*COLUMNS, title="attention_floor")
     for shape, form, direction in product(SHAPES, FORMS, A.PRODUCTS):
         row = measure(A.Case(shape, form, direction), options.rounds)

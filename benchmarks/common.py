@@ -36,6 +36,14 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None, gpu:
     return options
 
 
+def parse_for_gpu(parser: argparse.ArgumentParser, arguments: Sequence[str] | None, gpu: bool) -> argparse.Namespace:
+    """The options of a benchmark that runs on a GPU alone: it ends where there is none, before it opens its file."""
+    options = parser.parse_args(arguments)
+    if not gpu:
+        parser.error("no GPU here")
+    return options
+
+
 class Spread(NamedTuple):
     """Median, minimum and maximum of some samples."""
 

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from common import Table, by_clock, first_line, spread
+from common import Table, by_clock, first_line, parse, spread
 from rich.console import Console
 from rich.table import Table as View
 
@@ -353,10 +353,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("out/benchmarks"), help="folder for decode.csv")
     parser.add_argument("--rounds", type=int, default=9, help="samples per contender")
-    parser.add_argument("--shapes", nargs="*", type=int, default=list(range(len(SHAPES))), help="of the list of shapes")
-    parser.add_argument("--latent", nargs="*", type=int, default=list(range(len(LATENT))), help="likewise of latents")
-    parser.add_argument("--cpu-smoke", action="store_true", help="tiny shapes on a CPU, once: figures mean nothing")
-    options = parser.parse_args(arguments)
+    for name, listed in {"shapes": SHAPES, "latent": LATENT}.items():
+        every, what = [*range(len(listed))], f"those with these numbers in {name.upper()}"
+        parser.add_argument(f"--{name}", nargs="*", type=int, default=every, choices=every, help=what)
+    options = parse(parser, arguments, torch.cuda.is_available())
     table, view = Table(options.out / "decode.csv", COLUMNS), View(*COLUMNS, title="attention to caches")
     for index in options.shapes:
         shape = SHAPES[index]

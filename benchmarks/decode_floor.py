@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Table, spread
+from common import Table, parse_for_gpu, spread
 from decode import AHEAD, LATENT, LATENT_SCALE, LLAMA, RANK, ROTATED, Caches, Latent, Shape
 from linear import sampler
 from rich.console import Console
@@ -140,9 +140,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("out/benchmarks"), help="folder for decode_floor.csv")
     parser.add_argument("--rounds", type=int, default=9, help="samples per contender")
-    parser.add_argument("--shapes", nargs="*", type=int, default=list(range(len(SHAPES))), help="of the list of shapes")
-    parser.add_argument("--latent", nargs="*", type=int, default=[2], help="of decode.py's list of latents")
-    options = parser.parse_args(arguments)
+    every, latents = [*range(len(SHAPES))], range(len(LATENT))
+    parser.add_argument("--shapes", nargs="*", type=int, default=every, choices=every, help="of the list of shapes")
+    parser.add_argument("--latent", nargs="*", type=int, default=[2], choices=latents, help="of decode.py's latents")
+    options = parse_for_gpu(parser, arguments, torch.cuda.is_available())
     table, console = Table(options.out / "decode_floor.csv", COLUMNS), Console(soft_wrap=True)
     for index in options.shapes:
         measure(*SHAPES[index], options.rounds, table, console)

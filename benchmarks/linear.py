@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 import jax_program
 import torch
 import torch.nn.functional as F
-from common import Table, spread
+from common import Table, parse_for_gpu, spread
 from rich.console import Console
 
 from cute_ops import Op
@@ -418,7 +418,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--epilogue", nargs="*", choices=[*EPILOGUES], help="products with these epilogues, instead of --ops"
     )
-    given = parser.parse_args(arguments)
+    given = parse_for_gpu(parser, arguments, torch.cuda.is_available())
     numbers = {key: int(value) for key, _, value in (text.partition("=") for text in given.set)}
     ours = partial(plans, wanted=given.configs, numbers=numbers)
     turns = Turns(given.rounds, given.pause, given.jax or given.jax_only, given.jax_only)

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Table, read, spread
+from common import Table, parse, read, spread
 from rich.console import Console
 from rich.table import Table as View
 
@@ -256,10 +256,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=5, help="steps of one sample")
     parser.add_argument("--rounds", type=int, default=5, help="samples")
     parser.add_argument("--warm", action="store_true", help="start all at once: what they compile is in caches")
-    parser.add_argument("--cpu-smoke", action="store_true", help="a tiny model on the CPU: checks this file only")
     parser.add_argument("--one", choices=CONTENDERS, help="this contender alone, in this process")
     parser.add_argument("--in-turns", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
+    options = parse(parser, arguments, torch.cuda.is_available())
     sizes = (options.batch, options.seqlen, options.steps, options.rounds, options.cpu_smoke)
     if options.one and options.in_turns:
         obey(Trainer(options.one, options.batch, options.seqlen, options.cpu_smoke), options.steps)

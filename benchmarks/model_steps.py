@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from common import Table, first_line, read, spread
+from common import Table, first_line, parse, read, spread
 from dit import DiT
 from llama_step import READY, TOLERANCE, Steps, Worker, in_drawn_order, prepare
 from rich.console import Console
@@ -345,11 +345,10 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--together", action="store_true", help="warm up all models at once: memory for all of them")
     parser.add_argument("--append", action="store_true", help="keep the rows of an earlier run")
-    parser.add_argument("--cpu-smoke", action="store_true", help="tiny models on the CPU: checks this file only")
     parser.add_argument("--profile", type=int, default=0, help="kernels of a step that are listed, by their time")
     parser.add_argument("--one", choices=CONTENDERS, help=argparse.SUPPRESS)
     parser.add_argument("--in-turns", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
+    options = parse(parser, arguments, torch.cuda.is_available())
     if options.one:
         turns = Turns(options.one, options.cpu_smoke, options.profile)
         for line in sys.stdin:

@@ -349,6 +349,8 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--list", action="store_true", help="measure nothing: print points and configs")
     options, begin = parser.parse_args(given), time.perf_counter()
     wanted = [point for point in points() if any(re.search(re.escape(each), point.name) for each in options.points)]
+    if not wanted:
+        parser.error(f"no point is named {' or '.join(options.points)}: --list prints all")
     console, path = Console(soft_wrap=True, highlight=False), options.out / "row_floor.csv"
     on = target.parse(SM90) if options.list else target.of_device()
     if options.list:

@@ -208,12 +208,31 @@ def test_attention_is_measured_at_a_files_cases_again(tmp_path: Path, monkeypatc
         seen.append(case)
         return []
 
-    arguments = ["attention.py", "--out", str(tmp_path), "--again", str(file), "--directions", "backward"]
+    arguments = ["--out", str(tmp_path), "--again", str(file), "--directions", "backward"]
     monkeypatch.setattr(attention, "measure", measure)
-    monkeypatch.setattr(sys, "argv", arguments)
-    attention.main()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    attention.main(arguments)
     assert {(*case.shape, case.form) for case in seen} == named
     assert len(seen) == len(named)
+
+
+@pytest.mark.parametrize("benchmark", [attention, decode, decode_floor, linear, llama_step, model_steps])
+def test_figures_stay_where_there_is_no_gpu(
+    benchmark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    figures = tmp_path / f"{benchmark.__name__}.csv"
+    figures.write_text("figures\n")
+    with pytest.raises(SystemExit):
+        benchmark.main(["--out", str(tmp_path)])
+    assert "no GPU here" in capsys.readouterr().err
+    assert figures.read_text() == "figures\n"
+
+
+def test_unknown_points_of_rows_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        row_floor.main(["--out", str(tmp_path), "--points", "no such op"])
+    assert "no point is named no such op: --list prints all" in capsys.readouterr().err
 
 
 @pytest.mark.slow
