@@ -25,6 +25,7 @@ With several GPUs each has its processes, its points and its turns.
     python benchmarks/sample.py --out out/benchmarks --seed 7 --kinds products --points 60 --seconds 150 --resume
     python benchmarks/sample.py --seed 7 8 --kinds products                # of two seeds
     python benchmarks/sample.py --seed 7 --again                           # each contender twice
+    CUTE_OPS_TUNE=1 python benchmarks/sample.py --behind out/benchmarks/sample.csv --out out/tuned   # what was behind
     python benchmarks/sample.py --seed 7 --list                           # print the points only; needs no GPU
 """
 
@@ -106,6 +107,9 @@ AGAIN = 5.0  # seconds after which what takes too long is interrupted again: tim
 DTYPES = ("bfloat16", "bfloat16", "bfloat16", "float16", "float32")
 
 
+Rows = Mapping[str, Mapping[str, str]]  # of a point, by contender
+
+
 class Point(NamedTuple):
     """What is measured: a problem of a kind in a direction, drawn by a seed."""
 
@@ -117,6 +121,11 @@ class Point(NamedTuple):
     @property
     def name(self) -> str:
         return f"{self.problem.op} {self.direction} {self.problem.label}"
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """What identifies a point in a file."""
+        return str(self.seed), self.kind, *device_time.key(self.problem, self.direction)
 
     @property
     def kernels(self) -> int:
@@ -255,8 +264,44 @@ class Drawn(Table):
 
 def missing(points: Iterable[Point], rows: Iterable[Mapping[str, str]]) -> list[Point]:
     """The points that these rows of a file do not have."""
-    found = {(r["seed"], r["kind"], *(r[c] for c in device_time.KEY)) for r in rows}
-    return [p for p in points if (str(p.seed), p.kind, *device_time.key(p.problem, p.direction)) not in found]
+    found = by_point(rows)
+    return [p for p in points if p.key not in found]
+
+
+def behind(rows: Iterable[Mapping[str, str]], kinds: Sequence[str], count: int) -> list[Point]:
+    """The points of a file at which another contender was more than 3% ahead, of so many of each kind and seed."""
+    late = {key for key, found in by_point(rows).items() if (best := beside_best(found)) and best[1] < 1 - BEHIND}
+    seeds = dict.fromkeys(int(key[0]) for key in late)
+    return [point for seed in seeds for point in draw(seed, kinds, count) if point.key in late]
+
+
+def chosen(options: argparse.Namespace) -> list[Point]:
+    """What a run is asked for."""
+    if options.behind:
+        rows = (row for row in read(options.behind) if not options.seed or int(row["seed"]) in options.seed)
+        return behind(rows, options.kinds, options.points)
+    seeds = options.seed or [secrets.randbelow(10**6)]
+    return [point for seed in seeds for point in draw(seed, options.kinds, options.points)]
+
+
+def by_point(rows: Iterable[Mapping[str, str]]) -> dict[tuple[str, ...], Rows]:
+    """The rows of each point of a file, by contender."""
+    found: dict[tuple[str, ...], dict[str, Mapping[str, str]]] = {}
+    for row in rows:
+        if row["kind"]:
+            key = row["seed"], row["kind"], *(row[c] for c in device_time.KEY)
+            found.setdefault(key, {})[row["contender"]] = row
+    return found
+
+
+def beside_best(found: Rows) -> tuple[str, float] | None:
+    """The fastest of a point's other contenders, and ours' speed over it; None where one of the two is missing."""
+    times = {name: float(row["us"]) for name, row in found.items() if row["us"]}
+    others = {name: us for name, us in times.items() if not name.startswith("ours")}
+    if OURS not in times or not others:
+        return None
+    best = min(others, key=others.__getitem__)
+    return best, others[best] / times[OURS]
 
 
 class Late(BaseException):
@@ -402,44 +447,37 @@ class Reasons(logging.Handler):
 # --- the table -----------------------------------------------------------------------------------------------------
 
 
-Compared = tuple[Mapping[str, Mapping[str, str]], str]  # a point's rows by contender, and the best other's name
+Compared = tuple[Rows, str]  # a point's rows, and the best other's name
 
 
 def report(rows: Iterable[Mapping[str, str]]) -> str:
     """Geometric means of the best other's time over ours by kind and direction, then each point that is behind."""
-    points: dict[tuple[str, ...], dict[str, Mapping[str, str]]] = {}
-    for row in rows:
-        if row["kind"]:
-            key = tuple(row[c] for c in ("kind", *device_time.KEY))
-            points.setdefault(key, {})[row["contender"]] = row
     compared: dict[tuple[str, str], list[Compared]] = {}
-    behind, failed = [], []
-    for key, found in points.items():
-        times = {name: float(row["us"]) for name, row in found.items() if row["us"]}
-        name = " ".join(part for part in (*key[1:3], "x".join(key[3:5]), *key[5:]) if part)
-        if OURS not in times:
-            failed.append((name, found[OURS]["status"] if OURS in found else "not measured"))
+    late, failed = [], []
+    for (_, kind, *key), found in by_point(rows).items():
+        name = " ".join(part for part in (*key[:2], "x".join(key[2:4]), *key[4:]) if part)
+        ours = found.get(OURS)
+        if not (ours and ours["us"]):
+            failed.append((name, ours["status"] if ours else "not measured"))
             continue
-        others = {label: us for label, us in times.items() if not label.startswith("ours")}
-        if not others:
+        beside = beside_best(found)
+        if beside is None:
             continue
-        best = min(others, key=others.__getitem__)
-        compared.setdefault((key[0], key[2]), []).append((found, best))
-        ratio = others[best] / times[OURS]
+        best, ratio = beside
+        compared.setdefault((kind, key[1]), []).append((found, best))
         if ratio < 1 - BEHIND:
-            figures = (name, f"{times[OURS]:.1f}", best, f"{others[best]:.1f}", f"{ratio:.2f}")
-            behind.append(
-                (ratio, (*figures, found[OURS]["reason"] or f"{float(found[OURS]['of_copy']):.0%} of a copy"))
-            )
+            mine, other = (f"{float(found[label]['us']):.1f}" for label in (OURS, best))
+            figures = (name, mine, best, other, f"{ratio:.2f}")
+            late.append((ratio, (*figures, ours["reason"] or f"{float(ours['of_copy']):.0%} of a copy")))
     means = []
     for group, each in sorted(compared.items()):
         ratios = speeds(each, "us")
         means.append((*group, f"{statistics.geometric_mean(ratios):.3f}", f"{min(ratios):.2f}", str(len(each))))
     parts = [markdown(("kind", "direction", "speed over the best other", "least", "points"), means)]
     parts += repeated(compared)
-    if behind:
+    if late:
         header = ("behind by more than 3%", "ours, us", "best other", "us", "speed", "why")
-        parts.append(markdown(header, [row for _, row in sorted(behind)]))
+        parts.append(markdown(header, [row for _, row in sorted(late)]))
     if failed:
         parts.append(markdown(("not measured with ours", "why"), failed))
     return "\n\n".join(parts)
@@ -486,13 +524,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, help="processes; 0: this one, by default on a CPU")
     parser.add_argument("--start", default="forkserver", choices=("forkserver", "spawn"), help="how processes start")
     parser.add_argument("--resume", action="store_true", help="go on with what the file lacks of the seed's points")
+    parser.add_argument(
+        "--behind", type=Path, metavar="CSV", help="only points that are behind in this file, of its seeds"
+    )
     parser.add_argument("--list", action="store_true", help="print the points and end")
     parser.add_argument("--cpu-smoke", action="store_true", help="on the CPU: checks this file only")
     options = parser.parse_args(arguments)
     console = Console(width=200, highlight=False)
-    begin, seeds = time.time(), options.seed or [secrets.randbelow(10**6)]
+    begin, points = time.time(), chosen(options)
+    if not points:
+        parser.error("there is no such point")
+    seeds = [*dict.fromkeys(point.seed for point in points)]
     console.print("seed", *seeds)
-    points = [point for seed in seeds for point in draw(seed, options.kinds, options.points)]
     if options.list:
         for point in points:
             console.print(f"{point.kind}: {point.name}")
@@ -511,7 +554,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         forkserver.ensure_running()  # it imports while this process measures what a copy takes
     path = options.out / "sample.csv"
     # In turn, so that a run which is cut short has some of each kind.
-    todo = [point for k in range(options.points) for point in points[k :: options.points]]
+    todo = points if options.behind else [p for k in range(options.points) for p in points[k :: options.points]]
     if options.resume and path.exists():
         todo = missing(todo, read(path))
     device = torch.device("cpu" if options.cpu_smoke else "cuda")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import random
 import re
 import subprocess
 import sys
@@ -570,6 +571,29 @@ def test_sample_draws_the_same_points_of_a_seed() -> None:
             assert sample.LEAST_WORK <= problem.flops("fwd") // 2 <= sample.MOST_WORK
         else:
             assert 0.99 * sample.ROW_BYTES[0] <= problem.bytes("fwd") <= 1.01 * sample.ROW_BYTES[1]
+
+
+def test_sample_takes_what_was_behind_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    points = [point for seed in (3, 8) for point in sample.draw(seed, ["products", "rows"], 12)]
+    late = [points[i] for i in sorted(random.Random(5).sample(range(len(points)), 9))]
+    rows = [
+        {**dict.fromkeys(sample.COLUMNS, ""), **dict(zip(("seed", "kind", *device_time.KEY), point.key, strict=True)),
+         "contender": name, "us": us}
+        for point in points
+        for name, us in ((sample.OURS, "10"), (sample.EAGER, "9.6" if point in late else "9.8"), (sample.XLA, "30"))
+    ]  # fmt: skip
+    assert sample.behind(rows, list(sample.DRAWN), 12) == late
+    assert not sample.behind(rows, ["expressions"], 12)
+    with (tmp_path / "earlier.csv").open("w", newline="") as file:
+        table = csv.DictWriter(file, sample.COLUMNS)
+        table.writeheader()
+        table.writerows(rows)
+    arguments = ["--behind", str(tmp_path / "earlier.csv"), "--points", "12", "--seed"]
+    assert sample.main([*arguments, "8", "--list"]) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == [f"{p.kind}: {p.name}" for p in late if p.seed == 8]
+    with pytest.raises(SystemExit):
+        sample.main([*arguments, "9", "--list"])
+    assert "there is no such point" in capsys.readouterr().err
 
 
 @pytest.mark.drawn(0.4, among="benchmarks")
