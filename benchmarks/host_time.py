@@ -39,6 +39,7 @@ from rich.table import Table as View
 
 COLUMNS = ("call", "grad", "status", "us", "us_min", "us_max", "of_rms_norm", "compile_ms")
 SHAPE = (16, 1024)
+QKV = 1, 128, 4, 64  # batch, positions, heads, elements
 CALLS = 200
 OF_COMPOSITE = 20
 YARDSTICK = "F.rms_norm"
@@ -205,7 +206,8 @@ def composites(device: torch.device, grad: bool) -> dict[str, Maker]:
 def torch_entries(device: torch.device, grad: bool) -> dict[str, Maker]:
     """Makers of calls by name; a maker may raise where its package is missing."""
     only_forward = {} if grad else kernels_alone(device) | in_graphs(device)
-    return only_forward | composites(device, grad) | norms(device, grad) | products(device, grad)
+    of_rows = composites(device, grad) | norms(device, grad)
+    return only_forward | of_rows | products(device, grad) | attentions(device, grad)
 
 
 def random_tensor(device: torch.device, *shape: int) -> torch.Tensor:
@@ -291,6 +293,22 @@ def in_graphs(device: torch.device) -> dict[str, Maker]:
         "in a graph: Liger RMSNorm": of_liger,
         "in a graph: F.rms_norm": of_rms_norm,
     }
+
+
+def attentions(device: torch.device, grad: bool) -> dict[str, Maker]:
+    """Causal attention, ours and PyTorch's, each with its inputs as it takes them."""
+    q, k, v = (random_tensor(device, *QKV).requires_grad_(grad) for _ in range(3))
+
+    def ours() -> Call:
+        from cute_ops_torch import attention
+
+        return lambda: attention(q, k, v, causal=True)
+
+    def own() -> Call:
+        heads_first = [x.detach().transpose(1, 2).requires_grad_(grad) for x in (q, k, v)]
+        return lambda: F.scaled_dot_product_attention(*heads_first, is_causal=True)
+
+    return {"cute_ops_torch.attention": ours, "F.scaled_dot_product_attention": own}
 
 
 def norms(device: torch.device, grad: bool) -> dict[str, Maker]:

@@ -285,6 +285,8 @@ ONLY = (
     "cute_ops_torch.nn.RMSNorm",
     "in a graph: cute_ops_torch.rmsnorm",
     'cute_ops_torch.linear, fused="always"',
+    "cute_ops_torch.attention",
+    "F.scaled_dot_product_attention",
 )
 
 
@@ -304,6 +306,8 @@ def test_host_time_smoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert rows['cute_ops_torch.linear, fused="always"', "yes"]["status"] == "ok"
     assert rows["in a graph: cute_ops_torch.rmsnorm", "no"]["status"] == "ok"
     assert rows["in a graph: cute_ops_torch.rmsnorm", "no"]["compile_ms"]
+    assert rows["cute_ops_torch.attention", "yes"]["status"] == "ok"
+    assert rows["F.scaled_dot_product_attention", "no"]["status"] == "ok"
     assert rows["F.rms_norm", "no"]["of_rms_norm"] == "1"
     for name in ("rmsnorm", "qkv_rope", "qkv_rope, its parts", "qkv_rope, by jax.numpy"):
         assert rows[f"cute_ops_jax.{name}", "no"]["status"] == "ok"
