@@ -14,6 +14,7 @@ python benchmarks/model_steps.py --out out/benchmarks [--models BERT-large ViT-H
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import sys
@@ -272,7 +273,7 @@ class Contender(Worker):
 
     def tell(self, line: str) -> None:
         assert self._process.stdin
-        if self._process.poll() is None:
+        with contextlib.suppress(BrokenPipeError):  # it has ended, which its row says
             print(line, file=self._process.stdin, flush=True)
 
     def kill(self) -> None:

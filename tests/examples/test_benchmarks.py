@@ -159,6 +159,20 @@ def test_steps_of_models(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Error: " in (other.obey("") or {})["status"]
 
 
+def test_steps_of_a_process_that_ends_are_a_row(tmp_path: Path) -> None:
+    """One may end before it is told to take steps, between two of them, and while it is waited for."""
+    program = tmp_path / "ends.py"
+    for lines in (0, 1, 3):
+        program.write_text(f"import sys\nfor _, line in zip(range({lines}), sys.stdin): print('ready', flush=True)\n")
+        others = [model_steps.Contender(name, [], str(program)) for name in ("eager", "ours")]
+        model_steps.warm_up({"T5": others}, time.monotonic() + 60)
+        rows = model_steps.measure("T5", others, 1, 3)
+        assert [row["contender"] for row in rows] == ["eager", "ours"]
+        assert {row["status"] for row in rows} == {"the process has ended"}
+        for each in others:
+            assert each.end() == ""
+
+
 @pytest.mark.drawn(0.4, among="benchmarks")
 @pytest.mark.slow
 def test_loss_of_a_linear_head_smoke(tmp_path: Path) -> None:
