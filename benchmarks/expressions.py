@@ -112,6 +112,8 @@ def main(arguments: list[str] | None = None) -> int:
     if options.cpu_smoke:
         whole = tasks([p for p in smoke(NAMES) if not p.strided], options.contenders or (OURS, XLA))
     chosen = [task for task in whole if re.search(options.only, task.name)]
+    if not chosen:
+        parser.error(f"no problem is named {options.only}, for example {whole[0].name}")
     if options.workers and not options.cpu_smoke:
         compile_ahead(chosen, options.workers, options.seconds / 2, console)
 

@@ -422,16 +422,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     numbers = {key: int(value) for key, _, value in (text.partition("=") for text in given.set)}
     ours = partial(plans, wanted=given.configs, numbers=numbers)
     turns = Turns(given.rounds, given.pause, given.jax or given.jax_only, given.jax_only)
+    cases = wanted_cases(given.shapes)
+    if not cases:
+        parser.error(f"no case is named {given.shapes}: {', '.join(case.name for case in wanted_cases(''))}")
     table, console = Table(given.out / "linear.csv", COLUMNS), Console()
     ops = [EPILOGUES[name].op for name in given.epilogue or ()] or [op for op in OPS if op.name in given.ops]
-    for case in CASES:
-        work = math.prod(case.dims["m"]) * case.dims["n"] * case.dims["k"]
+    for case in cases:
         for op in ops:
-            if re.search(given.shapes, case.name) and work >= LEAST_WORK:
-                try:
-                    measure(op, of_halves(op, case), ours, turns, table, console)
-                except NotImplementedError as refused:
-                    console.print(f"{op.name} {case.name}: {str(refused).splitlines()[0]}")
+            try:
+                measure(op, of_halves(op, case), ours, turns, table, console)
+            except NotImplementedError as refused:
+                console.print(f"{op.name} {case.name}: {str(refused).splitlines()[0]}")
+
+
+def wanted_cases(pattern: str) -> list[Case]:
+    """The cases that are large enough, in whose names a pattern is found."""
+    return [
+        case for case in CASES
+        if re.search(pattern, case.name) and math.prod((*case.dims["m"], case.dims["n"], case.dims["k"])) >= LEAST_WORK
+    ]  # fmt: skip
 
 
 def of_halves(op: Op, case: Case) -> Case:

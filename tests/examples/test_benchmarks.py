@@ -244,10 +244,23 @@ def test_figures_stay_where_there_is_no_gpu(
     assert figures.read_text() == "figures\n"
 
 
-def test_unknown_points_of_rows_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("benchmark", "arguments", "text"),
+    [
+        (row_floor, ["--points", "no such op"], "no point is named no such op: --list prints all"),
+        (linear, ["--shapes", "no such case"], "no case is named no such case: "),
+        (expressions, ["--only", "no such op"], "no problem is named no such op, for example silu forward"),
+    ],
+)
+def test_what_there_is_not_is_refused(
+    benchmark: Any, arguments: list[str], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(SystemExit):
-        row_floor.main(["--out", str(tmp_path), "--points", "no such op"])
-    assert "no point is named no such op: --list prints all" in capsys.readouterr().err
+        benchmark.main(["--out", str(tmp_path), *arguments])
+    assert text in capsys.readouterr().err
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.slow
