@@ -23,11 +23,13 @@ from cute_ops.fusion.composite import Composite
 from cute_ops.fusion.express import COLUMNS, ONE, Leaf
 from cute_ops.fusion.graph import Graph as Program
 from cute_ops.fusion.graph import Node, Shape
+from cute_ops.fusion.lengths import Bound, Lengths, lengths_of
 from cute_ops.fusion.named import positive_number
 from cute_ops.fusion.scores import Known, Masks, Scores, places_of, quotient_of, softmax_of, weights_of, without_weight
 
 HALVES = ("bfloat16", "float16")  # other dtypes have no kernel
 HEAD_SIZES = range(16, 257, 16)
+MOST_ROWS = 64  # queries of a head of keys, of a step of decoding
 _OTHER_DTYPES = "its arrays or its result are not all of one 16-bit dtype"
 _MOVES = ("transpose", "reshape", "cast")
 _SHIFTS = (*_MOVES, "reduce", "broadcast")
@@ -46,6 +48,50 @@ class Part(NamedTuple):
     node: Node
     order: tuple[int, ...]
     shape: tuple[int, ...]
+
+
+class Ends(NamedTuple):
+    """A number of keys for each sequence, each head of keys and each query: that of an array and a constant.
+
+    Attributes:
+        array: None where the constant is all.
+        order: its dims, in the order of the batch and the heads.
+        shape: the result's, ``[*batch, heads]``, 1 where it has none.
+        sizes: to which these are expanded.
+        constant: what is added.
+        step: how much more each query attends to than the one before, 0 or 1.
+    """
+
+    array: Node | None
+    order: tuple[int, ...]
+    shape: tuple[int, ...]
+    sizes: tuple[int, ...]
+    constant: int
+    step: int
+
+
+class Decoding(NamedTuple):
+    """A step of decoding: few queries, of which all attend to the keys of a sequence up to some number.
+
+    All queries of a head of keys become heads of one query each.
+
+    Attributes:
+        parts: ``q`` as ``[batch, 1, heads, columns]``, ``k`` and ``v`` as ``[batch, keys, heads, columns]``, or
+            as ``[batch, heads, keys, columns]``.
+        heads_first: whether these have heads before keys.
+        lengths: what masks say.
+        queries: how many neighbouring heads are queries of one head.
+        end, begin: how many keys there are up to the last one, and before the first one of them.
+        out: the sizes and the order of dims that bring ``[batch, 1, heads, columns]`` to the product.
+    """
+
+    parts: Mapping[str, Part]
+    heads_first: bool
+    lengths: Lengths
+    queries: int
+    end: Ends
+    begin: Ends | None
+    out: tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class Read(NamedTuple):
@@ -226,10 +272,12 @@ class _Readers:
     Attributes:
         live: the nodes that the outputs need.
         scores: the changes of scores that were found so far.
+        named: the program's counts of places, and other nodes that are calls of ops.
     """
 
     def __init__(self, graph: Program, analysis: Analysis) -> None:
         self.scores: dict[Hashable, Scores] = {}
+        self.named = graph.named
         self.live, self._plain, self._outputs = analysis.live, analysis.plain, set(graph.outputs)
 
     def are(self, node: Node, allowed: Collection[Node], through: Collection[str] = ()) -> bool:
@@ -310,6 +358,7 @@ class _Attention:
         operands |= {f"captured{i}": read.node for i, read in enumerate(reads)}
         attrs = {"parts": parts, "scores": scores, "reads": reads, "out": rows, "views": views, "said": scores.said}
         nodes = (*chain, *self.scores.region.nodes, self.product, *views, *(x for f in behind for x in f.region.nodes))
+        attrs["decoding"] = self._decoding(parts, scores, contract)
         return Composite("attention", operands, attrs, (result,), nodes, (self.whole, *behind))
 
     def _behind(self, root: Node) -> tuple[Found, ...]:
@@ -427,11 +476,18 @@ class _Attention:
     # The arrays
 
     def _queries(self, node: Node, contract: Node) -> Part:
+        rows = (*self.lead, self.of_query, self.of_head, self.of_group)
+        heads = self._size(self.of_head, self.of_group)
+        return self._rows_of_queries(node, contract, rows, (self._size(self.of_query), heads))
+
+    def _rows_of_queries(
+        self, node: Node, contract: Node, rows: Sequence[int | None], sizes: tuple[int, int]
+    ) -> Part:  # fmt: skip
+        """Queries in an order of rows, so many and of so many heads."""
         (over,), batch = contract.attr[self.of_q], contract.attr[2][self.of_q]
         at = {i: batch[self.at[i]] if i in self.batch else self.at[i] for i in (*self.batch, *self.queries)}
-        order = [at[i] for i in (*self.lead, self.of_query, self.of_head, self.of_group) if i is not None]
-        heads = self._size(self.of_head, self.of_group)
-        return self._part(node, [*order, over], (self._size(self.of_query), heads, node.shape[over]))
+        order = [at[i] for i in rows if i is not None]
+        return self._part(node, [*order, over], (*sizes, node.shape[over]))
 
     def _keys(self, node: Node, contract: Node) -> Part:
         (over,), batch = contract.attr[1 - self.of_q], contract.attr[2][1 - self.of_q]
@@ -451,19 +507,67 @@ class _Attention:
         order += [] if self.of_head is None else [of_v[of_p.index(self.of_head)]]
         heads = self._size(self.of_head)
         part = self._part(node, [*order, columns], (node.shape[over], heads, node.shape[columns]))
+        rows = (*self.lead, self.of_query, self.of_head, self.of_group)
+        return part, self._result(rows, int(node.shape[columns]))
+
+    def _result(self, rows: Sequence[int | None], columns: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The sizes and the order of dims that bring these rows of so many columns to the product."""
         # The product's dims without those of one element: batch, then free ones of both, in the order of its operands.
         queries = [i for i in range(len(self.rows)) if i in self.queries]
         after: list[Any] = [*queries, "columns"] if self.side == 0 else ["columns", *queries]
-        result = [i for i in of_p if i in self.batch] + after
-        ours: list[Any] = [i for i in (*self.lead, self.of_query, self.of_head, self.of_group) if i is not None]
-        sizes = (*(self._size(i) for i in ours), int(node.shape[columns]))
+        result = [i for i in self.product.attr[2][self.side] if i in self.batch] + after
+        ours: list[Any] = [i for i in rows if i is not None]
+        sizes = (*(self._size(i) for i in ours), columns)
         ours.append("columns")
-        return part, (sizes, tuple(ours.index(each) for each in result))
+        return sizes, tuple(ours.index(each) for each in result)
 
     def _part(self, node: Node, order: list[int], shape: tuple[Any, ...]) -> Part:
         ones = [i for i in range(len(node.shape)) if i not in order]
         _require(all(node.shape[i] == 1 for i in ones))
         return Part(node, (*ones, *order), (self._size(*self.lead), *map(int, shape)))
+
+    # A step of decoding
+
+    def _decoding(self, parts: Mapping[str, Part], scores: Scores, contract: Node) -> Decoding | None:
+        """The step of decoding that an attention is; None if it is none, or if its caches would have to be copied."""
+        lengths = lengths_of(self.scores, scores, self.of_query, self.readers.named, self.known)
+        if lengths is None or prod(parts["q"].shape[1:3]) > MOST_ROWS * parts["k"].shape[2]:
+            return None
+        heads = [] if self.of_head is None else [self.of_head]
+        rank = len(self.lead) + len(heads) + 2
+        at = _held(parts["k"])[1][-rank:]
+        by_place = sorted(range(len(self.lead)), key=at.__getitem__)
+        lead = [self.lead[i] for i in by_place]
+        own = parts["k"].shape[2] == self._size(self.of_head)
+        ends = [each and self._ends(each, lead, own) for each in (lengths.end, lengths.begin)]
+        if ends[0] is None or (ends[1] is None) is not (lengths.begin is None):
+            return None
+        by_head = any(end is not None and end.sizes[-1] != 1 for end in ends)
+        for heads_first in (False, True)[by_head : 1 + len(heads)]:
+            caches = [_cache(parts[name], rank, by_place, heads_first) for name in "kv"]
+            if caches[0] is not None and caches[1] is not None:
+                rows = (*lead, self.of_head, self.of_group, self.of_query)
+                q = self._rows_of_queries(parts["q"].node, contract, rows, (1, prod(parts["q"].shape[1:3])))
+                made = {"q": q, "k": caches[0], "v": caches[1]}
+                out = self._result(rows, parts["v"].shape[3])
+                return Decoding(made, heads_first, lengths, self._size(self.of_query), ends[0], ends[1], out)
+        return None
+
+    def _ends(self, bound: Bound, lead: Sequence[int], own: bool) -> Ends | None:
+        """A number of keys by batch and head of keys; None if it depends on something else. ``own``: whether each head
+        of the scores has its own keys.
+        """
+        if bound.array is None:
+            return Ends(None, (), (), (*map(self._size, lead), 1), bound.constant, bound.step)
+        node, labels = bound.array
+        at = {label: i for i, label in enumerate(labels) if label != ONE}
+        rows = [*lead, *([self.of_head] if own and self.of_head is not None else [])]
+        if not at.keys() <= set(rows):
+            return None
+        order = [at[row] for row in rows if row in at]
+        others = [i for i in range(len(node.shape)) if i not in order]
+        shape = [self._size(row) if row in at else 1 for row in (*lead, self.of_head)]
+        return Ends(node, (*others, *order), tuple(shape), (*map(self._size, lead), shape[-1]), *bound[1:])
 
     # The scores
 
@@ -513,6 +617,35 @@ class _Attention:
         _require(all(shape[i] == 1 for i in others) and len(dims) > 0)
         kind = BOOL if leaf.node.dtype == "bool" else FLOAT
         return Read(operand, leaf.node, kind, shape, tuple(sizes), (*others, *order), tuple(merged), tuple(dims))
+
+
+def _held(part: Part) -> tuple[Node, tuple[int, ...]]:
+    """An array before it was transposed, and the order of its dims."""
+    node, order = part.node, part.order
+    while node.op == "transpose":
+        node, order = node.args[0], tuple(node.attr[i] for i in order)
+    return node, order
+
+
+def _cache(part: Part, rank: int, by_place: Sequence[int], heads_first: bool) -> Part | None:
+    """Keys or values as they lie, with heads before keys or behind; None where they lie otherwise.
+
+    Args:
+        part: with leading dims, keys, perhaps heads, and columns at the end of its order.
+        rank: how many these are.
+        by_place: the order of the leading dims.
+    """
+    node, order = _held(part)
+    lead, (key, *heads, over) = (
+        order[-rank : len(order) - rank + len(by_place)],
+        order[len(order) - rank + len(by_place) :],
+    )
+    moved = [*(lead[i] for i in by_place), *([*heads, key] if heads_first else [key, *heads]), over]
+    long = [i for i in moved if node.shape[i] != 1]
+    if long != sorted(long):
+        return None
+    b, n, g, d = part.shape
+    return Part(node, (*order[: len(order) - rank], *moved), (b, g, n, d) if heads_first else (b, n, g, d))
 
 
 def _renumbered(leaf: Leaf, rows: Shape) -> Leaf:

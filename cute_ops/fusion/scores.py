@@ -135,7 +135,7 @@ def _zero_where(expression: Expression, i: int) -> tuple[_Where | None, int]:
 def _is_hidden_by(expression: Expression, z: int, hidden: _Where) -> bool:
     """Whether scores have no weight where a mask hides them."""
     node = expression.nodes[z]
-    return node.primitive == "where" and node.args[0] == hidden[0] and _is_hidden(expression, node.args[2 - hidden[1]])
+    return node.primitive == "where" and node.args[0] == hidden[0] and hides(expression, node.args[2 - hidden[1]])
 
 
 def _shown(expression: Expression, z: int, hidden: _Where) -> int:
@@ -210,7 +210,7 @@ class Masks:
             scores, z = Scores(left=sides[0], right=sides[1]), inner
         else:
             scores = Scores()
-        plain = _scaled(expression, z, acc)
+        plain = scaled(expression, z, acc)
         if plain is not None:
             return scores._replace(scale=plain[0], softcap=plain[1])
         return scores._replace(expression=expression, output=z, acc=acc)
@@ -222,10 +222,10 @@ class Masks:
             node = expression.nodes[z]
             if node.primitive == "where":
                 condition, yes, no = node.args
-                hides = [_is_hidden(expression, each) for each in (yes, no)]
-                seen = self._value(expression, condition) if any(hides) else None
-                inner = no if hides[0] else yes
-                seen = None if seen is None else ~seen if hides[0] else seen
+                hidden = [hides(expression, each) for each in (yes, no)]
+                seen = self._value(expression, condition) if any(hidden) else None
+                inner = no if hidden[0] else yes
+                seen = None if seen is None else ~seen if hidden[0] else seen
             elif node.primitive == "add":
                 inner, seen = self._without_addend(expression, node.args)
             else:
@@ -283,7 +283,8 @@ def places_of(leaf: Leaf, rank: int) -> tuple[Any, ...]:
     return (*(sizes.get(i, 1) for i in range(rank)), sizes.get(COLUMNS, 1))
 
 
-def _is_hidden(expression: Expression, i: int) -> bool:
+def hides(expression: Expression, i: int) -> bool:
+    """Whether a node is a score so low that it has no weight."""
     number = expression.nodes[i].number
     return number is not None and not isinstance(number, bool) and number <= _HIDDEN
 
@@ -314,7 +315,7 @@ def _has_holes(allowed: np.ndarray[Any, Any]) -> bool:
     return bool((begins.sum(1) + allowed[:, 0] > 1).any())
 
 
-def _scaled(expression: Expression, i: int, acc: int) -> tuple[float, float] | None:
+def scaled(expression: Expression, i: int, acc: int) -> tuple[float, float] | None:
     """The scale and the soft cap, if that is all that a node does to scores."""
     if (scale := _multiple(expression, i, acc)) is not None:
         return (scale, 0.0) if scale > 0 else None

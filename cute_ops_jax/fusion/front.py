@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 
 from cute_ops.fusion.graph import FLOATS, Graph, Node
+from cute_ops.fusion.lengths import EXACT, WHOLE
 from cute_ops.fusion.named import number_of
 from cute_ops_jax import _compat
 from cute_ops_jax._compat import ClosedJaxpr, JaxprEqn, Literal, Tracer
@@ -191,13 +192,12 @@ class Front:
         outputs = equation.outvars
         if (len(outputs) != 1 and name != "split") or equation.effects or not hasattr(outputs[0].aval, "dtype"):
             return None
-        for each in inputs:
-            if not isinstance(each, Value) and (np.ndim(each) or np.iscomplexobj(each)):
-                return None
+        if not all(isinstance(each, Value) or _is_exact(each) for each in inputs):
+            return None
         aval = outputs[0].aval
         if (primitive := _PRIMITIVES.get(name)) is not None:
             dtype = _dtype(aval)
-            if dtype not in _VALUES:
+            if dtype not in _VALUES and not (dtype in WHOLE and primitive in ("add", "subtract")):
                 return None
             return [self.graph.primitive(primitive, [self._node(each) for each in inputs], _shape(aval), dtype)]
         if (translate := _TRANSLATIONS.get(name)) is not None:
@@ -257,6 +257,13 @@ def _has_known_rule(equation: JaxprEqn) -> bool:
     return name in _KNOWN_RULES and "/jax/_src/" in file.replace("\\", "/")
 
 
+def _is_exact(number: Any) -> bool:
+    """Whether a number can be a constant of the graph: a large whole one would become another."""
+    if np.ndim(number) or np.iscomplexobj(number):
+        return False
+    return np.asarray(number).dtype.kind not in "iu" or abs(int(number)) <= EXACT
+
+
 def _number(number: Any) -> tuple[str, bytes]:
     """A key that tells a number of the program from others."""
     array = np.asarray(number)
@@ -296,11 +303,11 @@ def _is_number_or_whole(node: Node) -> bool:
 
 
 def _compare(g: Graph, args: _Args, params: Any, shape: Any, dtype: str) -> _Made:
-    return None if args[0].dtype not in _VALUES else [g.primitive("less", args[::-1], shape, dtype)]
+    return [g.primitive("less", args[::-1], shape, dtype)] if args[0].dtype in (*_VALUES, *WHOLE) else None
 
 
 def _at_least(g: Graph, args: _Args, params: Any, shape: Any, dtype: str) -> _Made:
-    return None if args[0].dtype not in _VALUES else [g.primitive("less_equal", args[::-1], shape, dtype)]
+    return [g.primitive("less_equal", args[::-1], shape, dtype)] if args[0].dtype in (*_VALUES, *WHOLE) else None
 
 
 def _unequal(g: Graph, args: _Args, params: Any, shape: Any, dtype: str) -> _Made:

@@ -30,7 +30,7 @@ from cute_ops_jax.fusion.bodies import Bodies, bodies_of
 from cute_ops_jax.fusion.calls import Call, call_of, call_of_named
 from cute_ops_jax.fusion.front import Front, Step, Value
 from cute_ops_jax.fusion.known import Input, KnownArrays
-from cute_ops_jax.fusion.layers import call_of_layer
+from cute_ops_jax.fusion.layers import call_of_layer, decoding_of
 from cute_ops_jax.fusion.lookups import Lookup, lookup_of
 from cute_ops_jax.fusion.losses import picked
 from cute_ops_jax.fusion.policies import NAME, Policy, answers_of, with_answers
@@ -200,6 +200,10 @@ class Program:
         def layer(found: Composite) -> Part:
             if any(self._own.of(each, range(len(each.leaves))) for each in found.found):
                 return Part(found, Choice("", why="an op of yours computes a part of it"), None)
+            if (step := decoding_of(found)) is not None:
+                made = _made(step, Choice("composite", step.name), partial(call_of_layer, step))
+                if made.call is not None:
+                    return made
             return _made(found, Choice("composite", found.name), partial(call_of_layer, found))
 
         def expressions(analysis: Analysis, run: Sequence[Composite]) -> list[tuple[Found, Part]]:

@@ -1,0 +1,243 @@
+"""Keys that each query attends to, where masks compare their places with whole numbers: the lengths of sequences in a
+cache, the place of a step of decoding, a window before it.
+
+A mask is a conjunction of comparisons, and each comparison says that a linear form of the key's place, of the query's
+and of one array is not negative. So ``arange(n) < lengths[:, None]``, ``pos >= arange(n)`` and ``~(pos < arange(n))``
+are one meaning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from cute_ops.expressions.graph import Expression
+from cute_ops.fusion.analyse import Found
+from cute_ops.fusion.express import COLUMNS, ONE
+from cute_ops.fusion.graph import Node
+from cute_ops.fusion.named import Named
+from cute_ops.fusion.scores import Known, Scores, hides, scaled
+
+WHOLE = ("int32", "int64")
+EXACT = 1 << 24  # whole numbers up to this one are constants of a graph, which float32 holds
+_ABSORBS = -1e30  # what is added to scores below this is rounded to it
+_FLIPPED = {"less": "less_equal", "less_equal": "less"}
+
+
+class Bound(NamedTuple):
+    """A number of keys for each query: that of an array, a constant, and ``step`` more for each query.
+
+    Attributes:
+        array: it and which row of the scores each of its dims is; None where the constant is all.
+        constant: what is added to the array's number.
+        step: 0 or 1.
+    """
+
+    array: tuple[Node, tuple[int, ...]] | None
+    constant: int
+    step: int
+
+
+class Lengths(NamedTuple):
+    """What is done to scores, where masks hide the keys of each query but those from ``begin`` on, up to ``end``.
+
+    Attributes:
+        end: how many keys there are up to the last one.
+        begin: how many keys come before the first one; None for none.
+        scale, softcap: as attributes of ``attention``.
+        fill: the scores of keys that are hidden.
+    """
+
+    end: Bound
+    begin: Bound | None
+    scale: float
+    softcap: float
+    fill: float
+
+
+class _Form(NamedTuple):
+    """A linear form of places: ``key * of_key + query * of_query + sum of arrays, each times a factor + constant``."""
+
+    of_key: int = 0
+    of_query: int = 0
+    arrays: tuple[tuple[Node, tuple[int, ...], int], ...] = ()
+    constant: int = 0
+
+    def plus(self, other: _Form, sign: int = 1) -> _Form:
+        factors = {(node, labels): factor for node, labels, factor in self.arrays}
+        for node, labels, factor in other.arrays:
+            factors[node, labels] = factors.get((node, labels), 0) + sign * factor
+        arrays = tuple((*key, factor) for key, factor in factors.items() if factor)
+        keys, queries = self.of_key + sign * other.of_key, self.of_query + sign * other.of_query
+        return _Form(keys, queries, arrays, self.constant + sign * other.constant)
+
+
+class _Other(Exception):
+    """A mask says something else."""
+
+
+def lengths_of(
+    found: Found, scores: Scores, of_query: int | None, named: Mapping[Node, Named], known: Known
+) -> Lengths | None:
+    """The keys that masks leave each query; None where something else is done to scores.
+
+    Args:
+        found: the softmax.
+        scores: the steps from the scores to it.
+        of_query: which of its rows counts queries.
+        named: the program's counts of places.
+        known: the values of arrays.
+    """
+    expression = scores.expression
+    if expression is None or (scores.left, scores.right) != (-1, -1):
+        return None
+    try:
+        conditions, fill, z = _conditions(expression, scores.output)
+        plain = scaled(expression, z, scores.acc)
+        if not conditions or plain is None:
+            return None
+        reading = _Reading(found, of_query, named, known)
+        forms = [form for each in conditions for form in reading.of_expression(expression, *each)]
+        return Lengths(*_ends(forms), *plain, fill)
+    except _Other:
+        return None
+
+
+def _conditions(expression: Expression, z: int) -> tuple[list[tuple[int, bool]], float, int]:
+    """The conditions of masks, each with whether it holds where scores are seen, the scores of what they hide, and the
+    scores before.
+    """
+    found, fills = list[tuple[int, bool]](), set[float]()
+    while True:
+        mask, inner = _added_mask(expression, z)
+        node = expression.nodes[mask]
+        hidden = [hides(expression, each) for each in node.args[1:]] if node.primitive == "where" else []
+        if len(fills) > 1 or (inner is not None and hidden == [False, False]):
+            raise _Other
+        if hidden.count(True) != 1:
+            return found, min(fills, default=0.0), z
+        at = hidden.index(True)
+        fill = float(expression.nodes[node.args[1 + at]].number or 0.0)
+        if inner is not None and fill > _ABSORBS:
+            raise _Other
+        found.append((node.args[0], at == 1))
+        fills.add(fill)
+        z = node.args[2 - at] if inner is None else inner
+
+
+def _added_mask(expression: Expression, z: int) -> tuple[int, int | None]:
+    """The mask of zeros that a node adds to scores, and these; the node itself and None where it adds none."""
+    node = expression.nodes[z]
+    if node.primitive == "add":
+        for inner, other in (node.args, node.args[::-1]):
+            mask = expression.nodes[other]
+            if mask.primitive == "where" and any(expression.nodes[i].number == 0 for i in mask.args[1:]):
+                return other, inner
+    return z, None
+
+
+class _Reading:
+    """Masks of a softmax as linear forms that are not negative."""
+
+    def __init__(self, found: Found, of_query: int | None, named: Mapping[Node, Named], known: Known) -> None:
+        self.found, self.of_query, self.named, self.known = found, of_query, named, known
+
+    def of_expression(self, expression: Expression, i: int, holds: bool) -> Iterator[_Form]:
+        """The forms of a condition of the expression, or of its opposite."""
+        node = expression.nodes[i]
+        is_zero = node.primitive == "equal" and expression.nodes[node.args[1]].number == 0
+        if node.primitive == "logical_not" or is_zero:
+            yield from self.of_expression(expression, node.args[0], not holds)
+        elif node.primitive == ("logical_and" if holds else "logical_or"):
+            for arg in node.args:
+                yield from self.of_expression(expression, arg, holds)
+        elif node.primitive == "operand":
+            leaf = self.found.leaves[node.operand]
+            if leaf.rows != self.found.rows or leaf.packed or leaf.node.dtype != "bool":
+                raise _Other
+            value = self.known(leaf.node)
+            if value is None or not bool((value == holds).all()):
+                yield from self._of_node(leaf.node, leaf.labels, holds)
+        else:
+            raise _Other
+
+    def _of_node(self, node: Node, labels: tuple[int, ...], holds: bool) -> Iterator[_Form]:
+        """The forms of a mask of the program."""
+        node, labels = _below_views(node, labels)
+        what = node.attr if node.op == "primitive" else ""
+        if what == "logical_not":
+            yield from self._of_node(node.args[0], labels, not holds)
+        elif what == ("logical_and" if holds else "logical_or"):
+            for arg in node.args:
+                yield from self._of_node(arg, _of_argument(arg, labels), holds)
+        elif what in _FLIPPED:
+            a, b = node.args if holds else node.args[::-1]
+            less = (what if holds else _FLIPPED[what]) == "less"
+            if any(each.dtype not in WHOLE and each.op != "constant" for each in (a, b)):
+                raise _Other
+            left, right = (self._linear(each, _of_argument(each, labels)) for each in (a, b))
+            yield right.plus(left, -1).plus(_Form(constant=1), -int(less))
+        else:
+            raise _Other
+
+    def _linear(self, node: Node, labels: tuple[int, ...]) -> _Form:
+        node, labels = _below_views(node, labels)
+        if node.op == "constant" and abs(float(node.attr)) <= EXACT and float(node.attr).is_integer():
+            return _Form(constant=int(node.attr))
+        if (call := self.named.get(node)) is not None and call.op == "iota":
+            label = labels[call.attrs["axis"]]
+            if node.shape[call.attrs["axis"]] == 1:
+                return _Form()
+            if label in (COLUMNS, self.of_query):
+                return _Form(of_key=1) if label == COLUMNS else _Form(of_query=1)
+        if node.op == "primitive" and node.attr in ("add", "subtract"):
+            left, right = (self._linear(each, _of_argument(each, labels)) for each in node.args)
+            return left.plus(right, 1 if node.attr == "add" else -1)
+        if node.dtype not in WHOLE or COLUMNS in labels or (self.of_query is not None and self.of_query in labels):
+            raise _Other
+        return _Form(arrays=((node, labels, 1),))
+
+
+def _ends(forms: Sequence[_Form]) -> tuple[Bound, Bound | None]:
+    """What forms that are not negative say of the number of keys, and of the number of those before the first one."""
+    ends, begins = list[Bound](), list[Bound]()
+    for form in forms:
+        if abs(form.of_key) != 1 or len(form.arrays) > 1:
+            raise _Other
+        sign = -form.of_key  # key <= rest, else key >= -rest
+        array, constant = None, sign * form.constant + (sign > 0)
+        for node, labels, factor in form.arrays:
+            if factor != sign:
+                raise _Other
+            array = node, labels
+        if form.of_query * sign not in (0, 1):
+            raise _Other
+        (ends if sign > 0 else begins).append(Bound(array, constant, form.of_query * sign))
+    if len(ends) != 1 or len(begins) > 1:
+        raise _Other
+    return ends[0], begins[0] if begins else None
+
+
+def _below_views(node: Node, labels: tuple[int, ...]) -> tuple[Node, tuple[int, ...]]:
+    """What a value is a view of, and of each of its dims the row of the scores, ``ONE`` for one of one element."""
+    while True:
+        x = node.args[0] if node.args else node
+        if node.op == "transpose":
+            place = dict(zip(node.attr, labels, strict=True))
+            labels = tuple(place[axis] for axis in range(len(labels)))
+        elif node.op == "broadcast":
+            labels = tuple(labels[i] if size != 1 else ONE for i, size in zip(node.attr, x.shape, strict=True))
+        elif node.op == "reshape":
+            before, after = ([i for i, size in enumerate(each.shape) if size != 1] for each in (x, node))
+            if [x.shape[i] for i in before] != [node.shape[i] for i in after]:
+                return node, labels
+            of = {i: labels[k] for i, k in zip(before, after, strict=True)}
+            labels = tuple(of.get(i, ONE) for i in range(len(x.shape)))
+        elif not (node.op == "cast" and node.dtype in WHOLE and x.dtype in WHOLE):
+            return node, tuple(label if size != 1 else ONE for label, size in zip(labels, node.shape, strict=True))
+        node = x
+
+
+def _of_argument(node: Node, labels: tuple[int, ...]) -> tuple[int, ...]:
+    """The labels of an argument of an elementwise operation, which may be a number or lack leading dims."""
+    return labels[len(labels) - len(node.shape) :]

@@ -1,0 +1,115 @@
+"""Steps of decoding that programs write out become `decode_attention`, whatever they compare keys with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import cute_ops_jax
+from cute_ops_jax.fusion import layers
+from tests.jax.drawn_decoding import Step, drawn
+from tests.jax.drawn_graphs import QUICK
+
+DRAWN, PARTS = 48, 8
+
+
+def became(function: Any, *args: Any) -> list[str]:
+    return [entry.becomes for entry in cute_ops_jax.fuse.report(function, *args).replaced]
+
+
+def check(step: Step) -> None:
+    got, want = (
+        np.asarray(jax.jit(f, compiler_options=QUICK)(*step.args), "float32")
+        for f in (cute_ops_jax.fuse(step.function), step.function)
+    )
+    # Weights are rounded to 16 bits by both, scores by those programs that keep them so.
+    np.testing.assert_allclose(got, want, rtol=0.03, atol=0.03, err_msg=step.said)
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_drawn_steps(part: int) -> None:
+    for number in range(part, DRAWN, PARTS):
+        step = drawn(number)
+        assert became(step.function, *step.args) == ["decode_attention"], step.said
+        check(step)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("part", range(4))
+def test_drawn_steps_on_a_gpu(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "FEW_BLOCKS", 0)
+    monkeypatch.setattr(layers, "FEW_KEYS", 0)
+    for number in range(part, 16, 4):
+        step = drawn(number)
+        assert became(step.function, *step.args) == ["decode_attention"], step.said
+        check(step)
+
+
+def written(q: Any, k: Any, v: Any, lengths: Any, fill: float = -jnp.inf) -> Any:
+    b, heads, d = q.shape
+    by_group = q.reshape(b, k.shape[2], heads // k.shape[2], d)
+    scores = jnp.einsum("bgrd,bngd->bgrn", by_group, k).astype(jnp.float32) * d**-0.5
+    seen = jnp.arange(k.shape[1]) < lengths[:, None]
+    p = jax.nn.softmax(jnp.where(seen[:, None, None], scores, fill), -1).astype(v.dtype)
+    return jnp.einsum("bgrn,bngd->bgrd", p, v).reshape(b, heads, -1)
+
+
+def arrays(b: int = 3, n: int = 40, kv: int = 2, heads: int = 4, d: int = 16) -> tuple[Any, ...]:
+    rng = np.random.default_rng(3)
+    shapes = (b, heads, d), (b, n, kv, d), (b, n, kv, d)
+    q, k, v = (jnp.asarray(rng.standard_normal(shape).astype(jnp.bfloat16)) for shape in shapes)
+    return q, k, v, jnp.asarray(rng.integers(1, n + 1, b).astype("int32"))
+
+
+@pytest.mark.parametrize(
+    ("b", "kv", "keys", "found"),
+    [(5, 8, 256, True), (39, 1, 4096, False), (40, 1, 4096, True), (64, 8, 255, False), (4, 8, 8192, False)],
+)
+def test_where_a_gpu_runs_it(monkeypatch: pytest.MonkeyPatch, b: int, kv: int, keys: int, found: bool) -> None:
+    """Elsewhere XLA's products are faster: the step stays as it is."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    shapes = (b, kv * 4, 64), (b, keys, kv, 64), (b, keys, kv, 64)
+    args = (*(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes), jax.ShapeDtypeStruct((b,), jnp.int32))
+    assert ("decode_attention" in became(written, *args)) is found
+
+
+@pytest.mark.parametrize("fill", [-jnp.inf, -1e30])
+def test_derivatives_are_those_of_the_program(fill: float) -> None:
+    """Caches of our op have none: forward and reverse mode take those of the formula."""
+    *given, lengths = arrays()
+
+    def loss(function: Any, q: Any, k: Any, v: Any) -> Any:
+        return jnp.sum(jnp.sin(function(q, k, v, lengths, fill).astype("float32")))
+
+    ours = cute_ops_jax.fuse(written)
+    for transform in (
+        lambda f: jax.grad(lambda *x: loss(f, *x), (0, 1, 2))(*given),
+        lambda f: jax.jvp(lambda *x: loss(f, *x), given, [jnp.ones_like(x) for x in given]),
+        lambda f: jax.vmap(lambda *x: f(*x, fill), (None, 0, 0, 0))(
+            given[0], *(jnp.stack([x, x + 1]) for x in given[1:]), jnp.stack([lengths, lengths - 1])
+        ),
+    ):
+        for got, want in zip(*map(jax.tree.leaves, (transform(ours), transform(written))), strict=True):
+            np.testing.assert_allclose(got.astype("float32"), want.astype("float32"), rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("fill", [-jnp.inf, -1e30])
+@pytest.mark.parametrize("length", [0, -3, 1, 39, 40, 43])
+def test_lengths_at_the_ends(length: int, fill: float) -> None:
+    """A sequence without keys gives what the program gives it: NaN, or the mean of all values."""
+    *given, lengths = arrays()
+    check(Step(f"{length=}", lambda *x: written(*x, fill), (*given, lengths.at[1].set(length))))
+
+
+def test_large_numbers_are_not_constants() -> None:
+    """Comparisons with two numbers that float32 rounds to one are two."""
+
+    def function(x: Any, index: Any) -> Any:
+        return jnp.where(index < 2**24 + 1, x, 0.0) * 2 + jnp.where(index < 2**24, x, 1.0)
+
+    args = jnp.ones(4), jnp.asarray([0, 2**24 - 1, 2**24, 2**24 + 1], jnp.int32)
+    np.testing.assert_array_equal(cute_ops_jax.fuse(function)(*args), function(*args))
