@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cute_ops.expressions.graph import Expression, Graph, copied, operands_of
@@ -17,6 +18,7 @@ if TYPE_CHECKING:  # a program without masks that are known needs no NumPy
     import numpy as np
 
 _HIDDEN = -1e4  # a score so low has no weight
+_FOLLOWED = ("primitive", "cast", "broadcast", "reshape", "transpose", "slice", "concat")
 # The value of an array of the program that is known when it is traced; None of any other.
 Known = Callable[[Node], "np.ndarray[Any, Any] | None"]
 
@@ -67,6 +69,9 @@ def softmax_of(expression: Expression, output: int) -> int | None:
     if hidden is None:
         return z if before == (hidden, weights) else None
     if not _is_hidden_by(expression, z, hidden) or before not in ((hidden, weights), (None, weights)):
+        return None
+    # Zeros by which weights are multiplied leave NaN where a query sees no key; in place of weights they do not.
+    if expression.nodes[output].primitive == "multiply" and math.isinf(_fill(expression, z, hidden)):
         return None
     # Zeros in place of the weights of a softmax: no other mask may hide the other scores, too.
     alone = before[0] is not None or len(operands_of(expression, _shown(expression, z, hidden))) == 1
@@ -136,6 +141,11 @@ def _is_hidden_by(expression: Expression, z: int, hidden: _Where) -> bool:
     """Whether scores have no weight where a mask hides them."""
     node = expression.nodes[z]
     return node.primitive == "where" and node.args[0] == hidden[0] and hides(expression, node.args[2 - hidden[1]])
+
+
+def _fill(expression: Expression, z: int, hidden: _Where) -> float:
+    """The score that a mask gives those that it hides."""
+    return float(expression.nodes[expression.nodes[z].args[2 - hidden[1]]].number or 0.0)
 
 
 def _shown(expression: Expression, z: int, hidden: _Where) -> int:
@@ -216,33 +226,80 @@ class Masks:
         return scores._replace(expression=expression, output=z, acc=acc)
 
     def _without_masks(self, expression: Expression, z: int) -> tuple[np.ndarray[Any, Any] | None, int]:
-        """Which scores no known mask hides, and the node of scores before these masks."""
-        allowed = None
-        while True:
-            node = expression.nodes[z]
-            if node.primitive == "where":
-                condition, yes, no = node.args
-                hidden = [hides(expression, each) for each in (yes, no)]
-                seen = self._value(expression, condition) if any(hidden) else None
-                inner = no if hidden[0] else yes
-                seen = None if seen is None else ~seen if hidden[0] else seen
-            elif node.primitive == "add":
-                inner, seen = self._without_addend(expression, node.args)
-            else:
-                return allowed, z
-            if seen is None:
-                return allowed, z
-            allowed, z = seen if allowed is None else allowed & seen, inner
+        """Which scores no known mask hides, and the node of scores before these masks.
 
-    def _without_addend(self, expression: Expression, args: tuple[int, ...]) -> tuple[int, Any]:
-        """A term, and where the other one is zero and not so low that it hides a score."""
+        A mask of finite scores is only left out where nothing else hides scores: of a query to which it leaves no key
+        that another mask shows, all scores are so low, and all keys have a weight.
+        """
+        outer, whole = z, list[tuple[Any, float, int]]()
+        while True:
+            inner, seen, fill = self._mask(expression, z)
+            if seen is None:
+                break
+            z = inner
+            whole.append((seen, fill, z))
+        if not all(math.isinf(fill) for _, fill, _ in whole) and self._may_hide(expression, z):
+            whole = list(takewhile(lambda each: math.isinf(each[1]), whole))
+        allowed = None
+        for seen, _, _ in whole:
+            allowed = seen if allowed is None else allowed & seen
+        return allowed, whole[-1][2] if whole else outer
+
+    def _mask(self, expression: Expression, z: int) -> tuple[int, np.ndarray[Any, Any] | None, float]:
+        """The node before a known mask, which scores that does not hide, and what it gives the others; the node itself
+        and None if there is none.
+        """
+        node, fill = expression.nodes[z], 0.0
+        inner, seen = z, None
+        if node.primitive == "where":
+            condition, yes, no = node.args
+            hidden = [hides(expression, each) for each in (yes, no)]
+            seen = self._value(expression, condition) if any(hidden) else None
+            inner = no if hidden[0] else yes
+            seen = None if seen is None else ~seen if hidden[0] else seen
+            fill = expression.nodes[yes if hidden[0] else no].number or 0.0
+        elif node.primitive == "add":
+            inner, seen, fill = self._without_addend(expression, node.args)
+        return inner, seen, fill
+
+    def _may_hide(self, expression: Expression, z: int) -> bool:
+        """Whether what is done to scores may give some of them no weight."""
+        waiting, seen = [z], {z}
+        while waiting:
+            i = waiting.pop()
+            node = expression.nodes[i]
+            if hides(expression, i) or (node.primitive == "operand" and self._is_low(self.found.leaves[node.operand])):
+                return True
+            waiting += [arg for arg in node.args if arg not in seen]
+            seen.update(node.args)
+        return False
+
+    def _is_low(self, leaf: Leaf) -> bool:
+        """Whether an array of the program may be a mask that is added to scores."""
+        import numpy as np
+
+        value = self.known(leaf.node) if leaf.node.op != "contract" else None
+        if value is not None:
+            return leaf.node.dtype != "bool" and bool(np.min(value, initial=0.0) <= _HIDDEN)
+        waiting, seen = [leaf.node], {leaf.node}
+        while waiting:
+            node = waiting.pop()
+            if node.op == "constant" and not isinstance(node.attr, bool) and node.attr <= _HIDDEN:
+                return True
+            if node.op in _FOLLOWED:
+                waiting += [arg for arg in node.args if arg not in seen and arg.dtype != "bool"]
+                seen.update(node.args)
+        return False
+
+    def _without_addend(self, expression: Expression, args: tuple[int, ...]) -> tuple[int, Any, float]:
+        """A term, where the other one is zero and not so low that it hides a score, and how low it is there."""
         import numpy as np
 
         for inner, other in (args, args[::-1]):
             value = self._value(expression, other)
             if value is not None and bool(np.all((value == 0) | (value <= _HIDDEN))):
-                return inner, value == 0
-        return args[0], None
+                return inner, value == 0, float(np.max(value, initial=-math.inf, where=value != 0))
+        return args[0], None, 0.0
 
     def _value(self, expression: Expression, node: int) -> np.ndarray[Any, Any] | None:
         """The value of a node, ``(queries, keys)``, if it is known and the same for all else."""

@@ -27,6 +27,7 @@ def draw(*shape: int, rng: np.random.Generator = RNG) -> Array:
 Q, K, V, FEW_K, FEW_V = draw(B, T, H, D), draw(B, T, H, D), draw(B, T, H, D), draw(B, T, KV, D), draw(B, T, KV, D)
 # The second example attends to nothing: all its keys have one weight, as of finite scores that are equal.
 SLOPES = np.float32([0.5, 0.25, 0.125, 0.0625])[:, None, None]
+LEFT = jnp.asarray([[0, 0, 1, 1, 1, 1], [0] * T], bool)  # padding before the keys
 PADDING = jnp.asarray([[1, 1, 1, 1, 0, 0], [0] * T], bool)
 
 
@@ -146,6 +147,25 @@ def zeros_after(q: Array, k: Array, v: Array, m: Array) -> Array:
     return jnp.einsum("bhqk,bkhd->bqhd", jnp.where(seen, p, 0).astype(v.dtype), v)
 
 
+def two_masks(q: Array, k: Array, v: Array, m: Array) -> Array:
+    """A query that sees padding alone has a weight for each key, those after it included."""
+    return mixed(jnp.where(lower(), jnp.where(m[:, None, None], wide(dots(q, k)), -1e9), -1e9), v)
+
+
+def added_masks(q: Array, k: Array, v: Array, m: Array) -> Array:
+    of_keys = jnp.where(m, 0.0, -1e30).astype(wide(q).dtype)[:, None, None]
+    return mixed(jnp.where(lower(), wide(dots(q, k)) + of_keys, -1e30), v)
+
+
+def times_mask(fill: float) -> Callable[..., Array]:
+    def function(q: Array, k: Array, v: Array, m: Array) -> Array:
+        seen = m[:, None, None]
+        p = jax.nn.softmax(jnp.where(seen, wide(dots(q, k)), fill), -1)
+        return jnp.einsum("bhqk,bkhd->bqhd", (p * seen).astype(v.dtype), v)
+
+    return function
+
+
 def stopped(q: Array, k: Array, v: Array, bias: Array) -> Array:
     return mixed(wide(dots(q, k)) + jax.lax.stop_gradient(wide(bias)), v)
 
@@ -206,6 +226,15 @@ FORMS: dict[str, tuple[Callable[..., Array], tuple[Array, ...], str]] = {
     "float32": (wide_to_the_end, (Q, K, V), "causal"),
     "softmax's where": (zero_where_hidden, (Q, K, V, PADDING), "scores changed"),
     "zeros after the softmax": (zeros_after, (Q, K, V, PADDING), "scores changed"),
+    "masks of finite scores": (two_masks, (Q, K, V, LEFT), "scores changed"),
+    "masks of finite scores, added": (added_masks, (Q, K, V, LEFT), "scores changed"),
+    "a mask of finite scores within one of none": (
+        lambda q, k, v, m: mixed(
+            jnp.where(lower(), jnp.where(m[:, None, None], wide(dots(q, k)), -1e9), -jnp.inf), v
+        ),
+        (Q, K, V, LEFT), "causal, scores changed",
+    ),
+    "weights times the mask": (times_mask(-1e9), (Q, K, V, PADDING), "scores changed"),
     "bias without a gradient": (stopped, (Q, K, V, draw(H, T, T)), "scores changed"),
     "known slopes": (with_slopes, (Q, K, V), "causal, scores changed"),
     "by the reciprocal": (by(lambda x: jnp.exp(x) * (1 / jnp.exp(x).sum(-1, keepdims=True))), (Q, K, V), "causal"),
@@ -280,6 +309,9 @@ STAYS: dict[str, tuple[Callable[..., Any], tuple[Array, ...], str]] = {
         "its arrays or its result are not all of one 16-bit dtype",
     ),
     "12 columns": (causal, tuple(x[..., :12] for x in (Q, K, V)), "heads of 12 columns have no kernel"),
+    "NaN of queries without keys": (
+        times_mask(-jnp.inf), (Q, K, V, PADDING), "its weights change before they meet the values, as by dropout"
+    ),
     "dropout": (
         lambda q, k, v: jnp.einsum(
             "bhqk,bkhd->bqhd",
