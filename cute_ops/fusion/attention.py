@@ -26,6 +26,7 @@ from cute_ops.fusion.graph import Node, Shape
 from cute_ops.fusion.lengths import Bound, Lengths, lengths_of
 from cute_ops.fusion.named import positive_number
 from cute_ops.fusion.scores import Known, Masks, Scores, places_of, quotient_of, softmax_of, weights_of, without_weight
+from cute_ops.fusion.sinks import Column, Sink, softmax_with_sink, with_column
 
 HALVES = ("bfloat16", "float16")  # other dtypes have no kernel
 HEAD_SIZES = range(16, 257, 16)
@@ -48,6 +49,24 @@ class Part(NamedTuple):
     node: Node
     order: tuple[int, ...]
     shape: tuple[int, ...]
+
+
+class Sinks(NamedTuple):
+    """One more score of each head: those of an array, or a number.
+
+    Attributes:
+        node: the array; None of a number.
+        order: its dims, in the order of heads of keys and heads that share them.
+        shape: the result's, 1 where it has none.
+        sizes: to which these are expanded.
+        number: the number.
+    """
+
+    node: Node | None
+    order: tuple[int, ...]
+    shape: tuple[int, ...]
+    sizes: tuple[int, ...]
+    number: float
 
 
 class Ends(NamedTuple):
@@ -134,9 +153,15 @@ def attentions(
     for node in graph.nodes:
         if node in readers.live and node.op == "contract" and node.dtype in _PRODUCTS:
             for side in (0, 1):
-                if (found := of_root.get(node.args[side])) is not None:
+                found, column = of_root.get(node.args[side]), None
+                if found is None:
+                    column = with_column(node.args[side], of_root)
+                if found is not None or column is not None:
                     try:
-                        weights = _weights(found, node.args[side], quotients.get(node))
+                        weights = (
+                            _of_column(column, readers, node) if column is not None
+                            else _weights(found, node.args[side], quotients.get(node))
+                        )  # fmt: skip
                         yield _Attention(readers, weights, node, side, known).found()
                     except _No as error:
                         if stay is not None and str(error):
@@ -150,11 +175,15 @@ class Weights(NamedTuple):
         found: the expression that computes them.
         z: the node of it whose softmax they are.
         quotient: what divides the product with the values by their sums; None of weights that were divided before.
+        sink: one more score of each row; None for none.
+        parts: the expressions that compute them.
     """
 
     found: Found
     z: int
     quotient: Quotient | None
+    sink: Sink | None
+    parts: tuple[Found, ...]
 
 
 def _weights(found: Found, root: Node, quotient: Quotient | None) -> Weights:
@@ -163,15 +192,29 @@ def _weights(found: Found, root: Node, quotient: Quotient | None) -> Weights:
     Raises:
         _No: it is none.
     """
-    expression, quotient = found.expression, (quotient if len(found.roots) == 2 else None)
+    expression, quotient, sink = found.expression, (quotient if len(found.roots) == 2 else None), None
     if len(found.roots) == 1:
         z = softmax_of(expression, expression.outputs[0])
+        if z is None and (both := softmax_with_sink(expression, expression.outputs[0])) is not None:
+            z, sink = both
     else:
         at = found.roots.index(root)
         z = None if quotient is None else weights_of(expression, expression.outputs[at], expression.outputs[1 - at])
     if z is None:
         raise _No("" if len(found.roots) > 1 else _why_no_softmax(found))
-    return Weights(found, z, quotient)
+    return Weights(found, z, quotient, sink, (found,))
+
+
+def _of_column(column: Column, readers: _Readers, product: Node) -> Weights:
+    """The weights of a softmax whose last column is dropped.
+
+    Raises:
+        _No: something else reads what the column is added to, or the softmax.
+    """
+    alone = readers.are(column.root, {product}, ("slice", "cast")) and readers.are(column.scores, {column.joined})
+    inside = set(column.parts[1].region.nodes)
+    _require(alone and readers.are(column.joined, inside, _SHIFTS), "something else reads its weights")
+    return Weights(column.found, column.found.expression.outputs[0], None, column.sink, column.parts)
 
 
 class Quotient(NamedTuple):
@@ -318,7 +361,7 @@ class _Attention:
     """
 
     def __init__(self, readers: _Readers, weights: Weights, product: Node, side: int, known: Known) -> None:
-        found, z, self.quotient = weights
+        found, z, self.quotient, self.sink, self.founds = weights
         self.readers, self.whole, self.product, self.side = readers, found, product, side
         self.known, self.rows, self.scores = known, found.rows, copy(found)
         self.scores.expression, self.z = without_weight(found.expression, found.expression.outputs[0], z)
@@ -359,7 +402,12 @@ class _Attention:
         attrs = {"parts": parts, "scores": scores, "reads": reads, "out": rows, "views": views, "said": scores.said}
         nodes = (*chain, *self.scores.region.nodes, self.product, *views, *(x for f in behind for x in f.region.nodes))
         attrs["decoding"] = self._decoding(parts, scores, contract)
-        return Composite("attention", operands, attrs, (result,), nodes, (self.whole, *behind))
+        attrs["sinks"] = self._sinks()
+        if (sinks := attrs["sinks"]) is not None and sinks.node is not None:
+            operands["sinks"] = sinks.node
+        elif sinks is not None:
+            attrs["said"] = ", ".join(filter(None, [scores.said, f"sinks={sinks.number:.6g}"]))
+        return Composite("attention", operands, attrs, (result,), nodes, (*self.founds, *behind))
 
     def _behind(self, root: Node) -> tuple[Found, ...]:
         """The division behind the product, if there is one. Nothing else may read the weights."""
@@ -460,8 +508,12 @@ class _Attention:
         self.of_group: int | None = None
         if len(self.queries) == 2:
             first, second = self.queries
-            labels = {label for i, leaf in enumerate(self.scores.leaves) if i != acc for label in leaf.labels}
-            named = [i for i in self.queries if i in labels]
+            sink = -1 if self.sink is None else self.sink.operand
+            masks = (leaf for i, leaf in enumerate(self.scores.leaves) if i not in (acc, sink))
+            labels = {label for leaf in masks for label in leaf.labels}
+            of_sink = self.scores.leaves[sink].labels if sink >= 0 else ()
+            named = [i for i in self.queries if i in labels and i not in of_sink]
+            named = named or [i for i in self.queries if of_sink and i not in of_sink]
             of_query = named[0] if len(named) == 1 else max((first, second), key=lambda i: self.rows[i])
             self.of_query, self.of_group = of_query, first + second - of_query
         elif self.queries:
@@ -531,7 +583,7 @@ class _Attention:
     def _decoding(self, parts: Mapping[str, Part], scores: Scores, contract: Node) -> Decoding | None:
         """The step of decoding that an attention is; None if it is none, or if its caches would have to be copied."""
         lengths = lengths_of(self.scores, scores, self.of_query, self.readers.named, self.known)
-        if lengths is None or prod(parts["q"].shape[1:3]) > MOST_ROWS * parts["k"].shape[2]:
+        if lengths is None or self.sink is not None or prod(parts["q"].shape[1:3]) > MOST_ROWS * parts["k"].shape[2]:
             return None
         heads = [] if self.of_head is None else [self.of_head]
         rank = len(self.lead) + len(heads) + 2
@@ -578,6 +630,19 @@ class _Attention:
         if key not in self.readers.scores:
             self.readers.scores[key] = Masks(self.scores, self.of_query, self.known).scores(self.z, acc, sizes)
         return self.readers.scores[key]
+
+    def _sinks(self) -> Sinks | None:
+        """The sinks of heads; None if there are none."""
+        heads = [i for i in (self.of_head, self.of_group) if i is not None]
+        if self.sink is None or self.sink.operand < 0:
+            return self.sink and Sinks(None, (), (), tuple(map(self._size, heads)), self.sink.number)
+        leaf = self.scores.leaves[self.sink.operand]
+        at = {label: i for i, (label, size) in enumerate(zip(leaf.labels, leaf.node.shape, strict=True)) if size != 1}
+        _require(leaf.rows == self.rows and not leaf.packed and at.keys() <= set(heads), "its sinks are not of heads")
+        order = [at[i] for i in heads if i in at]
+        others = [i for i in range(len(leaf.node.shape)) if i not in order]
+        shape = tuple(self._size(i) if i in at else 1 for i in heads)
+        return Sinks(leaf.node, (*others, *order), shape, tuple(map(self._size, heads)), 0.0)
 
     def _reads(self, scores: Scores) -> list[Read]:
         """The arrays that scores are computed from. Their gradients would cost more than attention saves."""

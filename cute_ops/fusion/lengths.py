@@ -163,7 +163,7 @@ class _Reading:
 
     def _of_node(self, node: Node, labels: tuple[int, ...], holds: bool) -> Iterator[_Form]:
         """The forms of a mask of the program."""
-        node, labels = _below_views(node, labels)
+        node, labels = below_views(node, labels)
         what = node.attr if node.op == "primitive" else ""
         if what == "logical_not":
             yield from self._of_node(node.args[0], labels, not holds)
@@ -181,7 +181,7 @@ class _Reading:
             raise _Other
 
     def _linear(self, node: Node, labels: tuple[int, ...]) -> _Form:
-        node, labels = _below_views(node, labels)
+        node, labels = below_views(node, labels)
         if node.op == "constant" and abs(float(node.attr)) <= EXACT and float(node.attr).is_integer():
             return _Form(constant=int(node.attr))
         if (call := self.named.get(node)) is not None and call.op == "iota":
@@ -218,7 +218,7 @@ def _ends(forms: Sequence[_Form]) -> tuple[Bound, Bound | None]:
     return ends[0], begins[0] if begins else None
 
 
-def _below_views(node: Node, labels: tuple[int, ...]) -> tuple[Node, tuple[int, ...]]:
+def below_views(node: Node, labels: tuple[int, ...]) -> tuple[Node, tuple[int, ...]]:
     """What a value is a view of, and of each of its dims the row of the scores, ``ONE`` for one of one element."""
     while True:
         x = node.args[0] if node.args else node

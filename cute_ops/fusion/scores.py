@@ -65,7 +65,7 @@ def softmax_of(expression: Expression, output: int) -> int | None:
     if expression.nodes[total].primitive != "sum" or expression.nodes[weights].primitive != "exp":
         return None
     before = _zero_where(expression, expression.nodes[total].args[0])
-    z = _unshifted(expression, expression.nodes[weights].args[0])
+    z = unshifted(expression, expression.nodes[weights].args[0])
     if hidden is None:
         return z if before == (hidden, weights) else None
     if not _is_hidden_by(expression, z, hidden) or before not in ((hidden, weights), (None, weights)):
@@ -86,7 +86,7 @@ def weights_of(expression: Expression, output: int, total: int) -> int | None:
     summed = expression.nodes[total]
     if weights.primitive != "exp" or (summed.primitive, summed.args) != ("sum", (output,)):
         return None
-    return _unshifted(expression, weights.args[0])
+    return unshifted(expression, weights.args[0])
 
 
 def without_weight(expression: Expression, output: int, z: int) -> tuple[Expression, int]:
@@ -153,7 +153,7 @@ def _shown(expression: Expression, z: int, hidden: _Where) -> int:
     return expression.nodes[z].args[1 + hidden[1]]
 
 
-def _unshifted(expression: Expression, i: int) -> int:
+def unshifted(expression: Expression, i: int) -> int:
     """The node from which a node subtracts one number a row, such as its maximum, which changes no softmax; the node
     itself if it is no such difference.
     """
@@ -181,7 +181,7 @@ def _log_softmax_of(expression: Expression, i: int) -> int | None:
             if _is_maximum(expression, most, y) and (summed := _log_sum_of(expression, rest)) is not None:
                 return y if nodes[summed].primitive == "subtract" and nodes[summed].args == (y, most) else None
         return None
-    return _unshifted(expression, y) if _log_sum_of(expression, lse) == y else None
+    return unshifted(expression, y) if _log_sum_of(expression, lse) == y else None
 
 
 def _log_sum_of(expression: Expression, i: int) -> int | None:

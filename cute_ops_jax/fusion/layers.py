@@ -14,7 +14,7 @@ from cute_ops.composite.gated_mlp import gated_mlp, gated_mlp_apart
 from cute_ops.composite.linear_add_rmsnorm import linear_add_rmsnorm
 from cute_ops.composite.mlp import mlp
 from cute_ops.composite.qkv_rope import SIZES
-from cute_ops.fusion.attention import Ends, Read
+from cute_ops.fusion.attention import Ends, Read, Sinks
 from cute_ops.fusion.changed_scores import with_reads
 from cute_ops.fusion.composite import Composite
 from cute_ops.fusion.graph import Node
@@ -130,7 +130,7 @@ def _too_few_queries(q: tuple[int, ...], k: tuple[int, ...]) -> str:
 def _attention(found: Composite) -> Callable[..., list[Any]]:
     if jax.default_backend() == "gpu" and float(getattr(jax.devices()[0], "compute_capability", "8.0")) < 8:
         raise ValueError("attention has no kernel for this GPU")
-    parts, scores, reads = (found.attrs[name] for name in ("parts", "scores", "reads"))
+    parts, scores, reads, sinks = (found.attrs[name] for name in ("parts", "scores", "reads", "sinks"))
     if why := _too_few_queries(parts["q"].shape, parts["k"].shape):
         raise ValueError(why)
     attrs = {name: getattr(scores, name) for name in ("scale", "left", "right", "softcap")}
@@ -142,7 +142,7 @@ def _attention(found: Composite) -> Callable[..., list[Any]]:
     def call(given: dict[str, Any]) -> list[Any]:
         arrays = [jnp.reshape(jnp.transpose(given[name], part.order), part.shape) for name, part in parts.items()]
         captured = [_as_read(given[f"captured{i}"], read) for i, read in enumerate(reads)]
-        out, _ = function(*arrays, *captured, **attrs)
+        out, _ = function(*arrays, *captured, sinks=None if sinks is None else _by_head(sinks, given), **attrs)
         return [_as_viewed(out, *found.attrs["out"], views)]
 
     return call
@@ -198,6 +198,13 @@ def _as_viewed(out: Any, sizes: tuple[int, ...], order: tuple[int, ...], views: 
         out = jnp.reshape(out, view.args[0].shape if turned else view.shape)
         out = jnp.transpose(out, view.attr) if turned else out
     return out
+
+
+def _by_head(sinks: Sinks, given: dict[str, Any]) -> Any:
+    if sinks.node is None:
+        return jnp.full((prod(sinks.sizes),), sinks.number, "float32")
+    made = jnp.reshape(jnp.transpose(given["sinks"], sinks.order), sinks.shape)
+    return jnp.ravel(jnp.broadcast_to(made, sinks.sizes))
 
 
 def _as_read(array: Any, read: Read) -> Any:

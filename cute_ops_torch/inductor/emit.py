@@ -287,7 +287,18 @@ class Emitter:
         sides = scores.left, -1 if causal else scores.right
         fixed = torch.are_deterministic_algorithms_enabled()  # Dynamo guards it
         attrs = (0.0 if default else scores.scale, causal, *sides, scores.softcap, fixed)
-        return Call(attention, (*arrays, None), attrs, (0,))
+        return Call(attention, (*arrays, self._sinks(found, given)), attrs, (0,))
+
+    def _sinks(self, found: Composite, given: dict[str, Node]) -> Node | None:
+        """The sinks of heads; None if there are none."""
+        sinks = found.attrs["sinks"]
+        if sinks is None:
+            return None
+        if sinks.node is None:
+            raise Refused("its sinks are a number")
+        return self.method(
+            "reshape", self.method("expand", self._seen(given["sinks"], sinks.order, sinks.shape), sinks.sizes), (-1,)
+        )
 
     def _attended(self, out: Node, found: Composite) -> list[Node]:
         """The result in the order of dims that the program has."""

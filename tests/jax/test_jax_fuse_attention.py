@@ -25,6 +25,7 @@ def draw(*shape: int, rng: np.random.Generator = RNG) -> Array:
 
 
 Q, K, V, FEW_K, FEW_V = draw(B, T, H, D), draw(B, T, H, D), draw(B, T, H, D), draw(B, T, KV, D), draw(B, T, KV, D)
+SINKS = draw(H)
 # The second example attends to nothing: all its keys have one weight, as of finite scores that are equal.
 SLOPES = np.float32([0.5, 0.25, 0.125, 0.0625])[:, None, None]
 LEFT = jnp.asarray([[0, 0, 1, 1, 1, 1], [0] * T], bool)  # padding before the keys
@@ -166,6 +167,42 @@ def times_mask(fill: float) -> Callable[..., Array]:
     return function
 
 
+def column(q: Array, k: Array, v: Array, sinks: Array, m: Array | None = None) -> Array:
+    """As GPT-OSS's: sinks are one more column of scores, which is dropped behind the softmax."""
+    scores = jnp.where(lower() if m is None else m[:, None, None] & lower(), wide(dots(q, k)), -jnp.inf)
+    of_rows = jnp.broadcast_to(wide(sinks)[None, :, None, None], (*scores.shape[:3], 1))
+    joined = jnp.concatenate([scores, of_rows], -1)
+    joined = joined - joined.max(-1, keepdims=True)
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(joined, -1)[..., :-1].astype(v.dtype), v)
+
+
+def grouped_column(q: Array, k: Array, v: Array, sinks: Array) -> Array:
+    scores = jnp.einsum("btkgd,bskd->bkgts", q.reshape(B, T, KV, H // KV, D), k) * 0.25
+    of_rows = jnp.broadcast_to(wide(sinks).reshape(1, KV, H // KV, 1, 1), (B, KV, H // KV, T, 1))
+    joined = jnp.concatenate([jnp.where(lower(), wide(scores), -1e30), of_rows], -1)
+    p = jax.nn.softmax(joined, -1)[..., :-1].astype(v.dtype)
+    return jnp.einsum("bkgts,bskd->btkgd", p, v).reshape(B, T, H, D)
+
+
+def in_the_sum(q: Array, k: Array, v: Array, sinks: Array) -> Array:
+    scores, of_heads = jnp.where(lower(), wide(dots(q, k)), -jnp.inf), wide(sinks)[:, None, None]
+    most = jnp.maximum(scores.max(-1, keepdims=True), of_heads)
+    p = jnp.exp(scores - most)
+    p = p / (p.sum(-1, keepdims=True) + jnp.exp(of_heads - most))
+    return jnp.einsum("bhqk,bkhd->bqhd", p.astype(v.dtype), v)
+
+
+def one_in_the_sum(most: bool) -> Callable[..., Array]:
+    """Softmax of scores and of a zero."""
+
+    def weights(scores: Array) -> Array:
+        shift = jnp.maximum(scores.max(-1, keepdims=True), 0) if most else 0
+        p = jnp.exp(scores - shift)
+        return p / ((jnp.exp(-shift) if most else 1) + p.sum(-1, keepdims=True))
+
+    return by(weights)
+
+
 def stopped(q: Array, k: Array, v: Array, bias: Array) -> Array:
     return mixed(wide(dots(q, k)) + jax.lax.stop_gradient(wide(bias)), v)
 
@@ -244,6 +281,13 @@ FORMS: dict[str, tuple[Callable[..., Array], tuple[Array, ...], str]] = {
     "without a maximum": (by(lambda x: jnp.exp(x) / jnp.exp(x).sum(-1, keepdims=True)), (Q, K, V), "causal"),
     "by the logarithm": (by(lambda x: jnp.exp(jax.nn.log_softmax(x))), (Q, K, V), "causal"),
     "by the log-sum": (by(lambda x: jnp.exp(x - jax.nn.logsumexp(x, -1, keepdims=True))), (Q, K, V), "causal"),
+    "sinks as a column": (column, (Q, K, V, SINKS), "causal"),
+    "sinks as a column, of one example": (column, (Q[:1], K[:1], V[:1], SINKS), "causal"),
+    "sinks as a column, padding": (column, (Q, K, V, SINKS, LEFT), "scores changed"),
+    "sinks as a column, grouped": (grouped_column, (Q, FEW_K, FEW_V, SINKS), "causal"),
+    "sinks in the sum": (in_the_sum, (Q, K, V, SINKS), "causal"),
+    "one in the sum": (one_in_the_sum(False), (Q, K, V), "causal, sinks=0"),
+    "one in the sum, with a maximum": (one_in_the_sum(True), (Q, K, V), "causal, sinks=0"),
     "mask of each head": (chosen_by_head, (Q, K, V), "scores changed"),
 }  # fmt: skip
 
@@ -253,7 +297,9 @@ FORMS: dict[str, tuple[Callable[..., Array], tuple[Array, ...], str]] = {
 def test_forms(name: str) -> None:
     function, args, said = FORMS[name]
     (entry,) = cute_ops_jax.fuse.report(function, *args).replaced
-    given = ", ".join(f"captured{i}" for i in range(entry.what.count("captured")))
+    given = ", ".join(
+        [*(f"captured{i}" for i in range(entry.what.count("captured"))), *["sinks"] * ("sinks," in entry.what)]
+    )
     assert (entry.becomes, entry.what) == ("attention", ", ".join(filter(None, ["q, k, v", given, said])))
     places = tuple(i for i, a in enumerate(args) if a.dtype != bool)
 

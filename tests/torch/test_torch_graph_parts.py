@@ -792,6 +792,14 @@ def _masked(scores: Tensor, low: int) -> Tensor:
     return scores.masked_fill((ahead > 0) | (ahead < low), float("-inf"))
 
 
+def _with_sinks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """As GPT-OSS writes it: one more column of scores, which is dropped behind the softmax."""
+    scores = _masked(q @ k.mT * 0.25, -99)
+    joined = torch.cat([scores, v[:1, :, :1, :1].expand(*scores.shape[:-1], 1)], -1)
+    weights = torch.softmax(joined - joined.max(-1, keepdim=True).values, -1, dtype=torch.float32).to(v.dtype)
+    return weights[..., :-1] @ v
+
+
 WRITTEN: dict[str, tuple[Callable[..., Tensor], str]] = {
     "scaled": (lambda q, k, v: torch.softmax(q @ k.transpose(-2, -1) * 0.2, -1) @ v, "q, k, v"),
     "in float32": (
@@ -800,6 +808,7 @@ WRITTEN: dict[str, tuple[Callable[..., Tensor], str]] = {
     "causal": (lambda q, k, v: torch.softmax(_masked(q @ k.mT * 0.25, -99), -1) @ v, "q, k, v, causal"),
     "window": (lambda q, k, v: torch.softmax(_masked(q @ k.mT * 0.25, -3), -1) @ v, "q, k, v, left=3, right=0"),
     "capped": (lambda q, k, v: torch.softmax(5 * torch.tanh(q @ k.mT * 0.05), -1) @ v, "q, k, v, softcap=5"),
+    "sinks": (_with_sinks, "q, k, v, sinks, causal"),
     "one batch": (
         lambda q, k, v: torch.bmm(
             torch.softmax(torch.bmm(q.flatten(0, 1), k.flatten(0, 1).mT) * 0.25, -1), v.flatten(0, 1)
@@ -821,13 +830,19 @@ def test_attention_that_is_written_out_becomes_attention(form: str, batch: int) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["dropout", "mask of data", "weights that are read"])
+@pytest.mark.parametrize("form", ["dropout", "mask of data", "weights that are read", "lengths", "one in the sum"])
 def test_what_attention_does_not_compute_stays(form: str) -> None:
     def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scores = q @ k.mT
         if form == "mask of data":
             scores = scores + (v[..., :1].detach().mT > 0).to(q.dtype) * -3.0
+        if form == "lengths":  # the graph pass has no op of a step of decoding
+            lengths = torch.arange(1, 1 + scores.shape[0])[:, None, None, None]
+            scores = scores.masked_fill(torch.arange(scores.shape[-1]) >= lengths, float("-inf"))
         weights = torch.softmax(scores, -1)
+        if form == "one in the sum":
+            weights = scores.float().exp() / (1 + scores.float().exp().sum(-1, keepdim=True))
+            weights = weights.to(v.dtype)
         made = F.dropout(weights, 0.0 if form != "dropout" else 1e-9, True) @ v
         return made + weights.sum() if form == "weights that are read" else made
 
