@@ -506,19 +506,21 @@ class _Attention:
         """Which row counts queries, which heads that share keys, and which of the batch these groups."""
         self.of_query: int | None = None
         self.of_group: int | None = None
+        sink = -1 if self.sink is None else self.sink.operand
+        of_sink = self.scores.leaves[sink].labels if sink >= 0 else ()
         if len(self.queries) == 2:
             first, second = self.queries
-            sink = -1 if self.sink is None else self.sink.operand
             masks = (leaf for i, leaf in enumerate(self.scores.leaves) if i not in (acc, sink))
             labels = {label for leaf in masks for label in leaf.labels}
-            of_sink = self.scores.leaves[sink].labels if sink >= 0 else ()
             named = [i for i in self.queries if i in labels and i not in of_sink]
             named = named or [i for i in self.queries if of_sink and i not in of_sink]
             of_query = named[0] if len(named) == 1 else max((first, second), key=lambda i: self.rows[i])
             self.of_query, self.of_group = of_query, first + second - of_query
+        elif self.queries and self.queries[0] in of_sink:
+            (self.of_group,) = self.queries
         elif self.queries:
             self.of_query = self.queries[0]
-        alone = len(self.batch) > 1 or (len(self.batch) == 1 and self.of_group is None)
+        alone = len(self.batch) > 1 or (len(self.batch) == 1 and (self.of_group is None or self.batch[0] in of_sink))
         self.of_head = self.batch[-1] if alone else None
         self.lead = [i for i in self.batch if i != self.of_head]
 
@@ -583,7 +585,7 @@ class _Attention:
     def _decoding(self, parts: Mapping[str, Part], scores: Scores, contract: Node) -> Decoding | None:
         """The step of decoding that an attention is; None if it is none, or if its caches would have to be copied."""
         lengths = lengths_of(self.scores, scores, self.of_query, self.readers.named, self.known)
-        if lengths is None or self.sink is not None or prod(parts["q"].shape[1:3]) > MOST_ROWS * parts["k"].shape[2]:
+        if lengths is None or prod(parts["q"].shape[1:3]) > MOST_ROWS * parts["k"].shape[2]:
             return None
         heads = [] if self.of_head is None else [self.of_head]
         rank = len(self.lead) + len(heads) + 2
@@ -595,7 +597,8 @@ class _Attention:
         if ends[0] is None or (ends[1] is None) is not (lengths.begin is None):
             return None
         by_head = any(end is not None and end.sizes[-1] != 1 for end in ends)
-        for heads_first in (False, True)[by_head : 1 + len(heads)]:
+        # Heads that become examples share their sinks.
+        for heads_first in (False, True)[by_head : 1 + (len(heads) and self.sink is None)]:
             caches = [_cache(parts[name], rank, by_place, heads_first) for name in "kv"]
             if caches[0] is not None and caches[1] is not None:
                 rows = (*lead, self.of_head, self.of_group, self.of_query)

@@ -5,48 +5,75 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from math import isinf
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from cute_ops.fusion.attention import Decoding, Ends
+from cute_ops.fusion.attention import Decoding
 from cute_ops_jax.composite.attention import decode_attention
 
 
-def by_lengths(step: Decoding, scale: float) -> Callable[..., Any]:
-    """The function of queries, keys, values and of the numbers of keys ``end`` and ``begin``, ``[batch, 1]`` or
-    ``[batch, heads of keys]``, None where no keys come before the first one.
+class Masks(NamedTuple):
+    """What is done to scores.
+
+    Attributes:
+        scale, softcap: as attributes of ``decode_attention``.
+        fill: the scores of keys that are hidden.
+        heads_first: whether caches are ``[batch, heads, keys, columns]``.
+        queries: how many neighbouring heads are queries of one head.
+        steps: how many more keys each query attends to than the one before, and how many more come before these.
+    """
+
+    scale: float
+    softcap: float
+    fill: float
+    heads_first: bool
+    queries: int
+    steps: tuple[int, int]
+
+
+def masks_of(step: Decoding, scale: float) -> Masks:
+    """``scale``: of the product before masks."""
+    lengths, begin = step.lengths, 0 if step.begin is None else step.begin.step
+    scale *= lengths.scale
+    return Masks(scale, lengths.softcap, lengths.fill, step.heads_first, step.queries, (step.end.step, begin))
+
+
+def by_lengths(masks: Masks) -> Callable[..., Any]:
+    """The function of queries, keys, values, of the numbers of keys ``end`` and ``begin``, ``[batch, 1]`` or ``[batch,
+    heads of keys]``, None where no keys come before the first one, and of sinks or None.
 
     Caches have no gradient: where one is taken, the program's own formula runs.
     """
-    run = jax.custom_jvp(partial(_decode, step, scale))
-    run.defjvp(lambda given, tangents: jax.jvp(partial(_formula, step, scale), given, tangents))
+    run = jax.custom_jvp(partial(_decode, masks))
+    run.defjvp(lambda given, tangents: jax.jvp(partial(_formula, masks), given, tangents))
     return run
 
 
-def _decode(step: Decoding, scale: float, q: Any, k: Any, v: Any, end: Any, begin: Any) -> Any:
-    """A query that attends to nothing gets what the program gives it: NaN where the scores of hidden keys are -inf,
-    else the mean of all values, as a query of zeros does that attends to all keys.
+def _decode(masks: Masks, q: Any, k: Any, v: Any, end: Any, begin: Any, sinks: Any) -> Any:
+    """A query that attends to nothing gets what the program gives it: 0 beside a sink, NaN where the scores of hidden
+    keys are -inf, else the mean of all values, as a query of zeros does that attends to all keys.
     """
-    unknown, keys = isinf(step.lengths.fill), k.shape[2 if step.heads_first else 1]
-    if step.heads_first:  # each head of keys is an example
+    unknown, keys = isinf(masks.fill), k.shape[2 if masks.heads_first else 1]
+    if masks.heads_first:  # each head of keys is an example
         b, groups = k.shape[:2]
         q = jnp.reshape(q, (b * groups, 1, q.shape[2] // groups, q.shape[3]))
         k, v = (jnp.reshape(x, (b * groups, keys, 1, x.shape[3])) for x in (k, v))
         end, begin = (
             x if x is None else jnp.reshape(jnp.broadcast_to(x, (b, groups)), (b * groups, 1)) for x in (end, begin)
         )
-    by_query = begin is not None or step.end.step
+    by_query = begin is not None or masks.steps[0]
     shape = (q.shape[0], q.shape[2] if by_query else 1)
-    end = jnp.broadcast_to(jnp.minimum(_of_queries(step, step.end, end, q.shape[2]), keys), shape)
-    low = jnp.zeros_like(end)
-    if step.begin is not None:
-        low = jnp.broadcast_to(jnp.maximum(_of_queries(step, step.begin, begin, q.shape[2]), 0), shape)
-    unseen = low >= end
-    q = jnp.where(unseen[:, None, :, None], jnp.asarray(jnp.nan if unknown else 0, q.dtype), q)
-    low, end = jnp.where(unseen, 0, low), jnp.where(unseen, 1 if unknown else keys, end)
-    options = {"scale": scale, "softcap": step.lengths.softcap}
+    own = jnp.arange(q.shape[2], dtype="int32") % masks.queries  # which query a head is
+    low = 0 if begin is None else jnp.maximum(begin + own * masks.steps[1], 0)
+    end = jnp.clip(end + own if masks.steps[0] else end, 0, keys)
+    low, end = jnp.broadcast_to(jnp.asarray(low, "int32"), shape), jnp.broadcast_to(end, shape)
+    if sinks is None:
+        unseen = low >= end
+        q = jnp.where(unseen[:, None, :, None], jnp.asarray(jnp.nan if unknown else 0, q.dtype), q)
+        low, end = jnp.where(unseen, 0, low), jnp.where(unseen, 1 if unknown else keys, end)
+    options = {"sinks": sinks, "scale": masks.scale, "softcap": masks.softcap}
     if by_query:
         out, _ = decode_attention(q, k, v, jnp.max(end, 1), score_mod=_between, captured=(low, end), **options)
     else:
@@ -54,32 +81,27 @@ def _decode(step: Decoding, scale: float, q: Any, k: Any, v: Any, end: Any, begi
     return out
 
 
-def _of_queries(step: Decoding, bound: Ends, x: Any, heads: int) -> Any:
-    """A number of keys of each query, ``[batch, heads]``, or ``[batch, 1]`` where it is that of all."""
-    return x + jnp.arange(heads, dtype=x.dtype) % step.queries if bound.step else x
-
-
 def _between(xp: Any, score: Any, batch: Any, head: Any, q: Any, k: Any, low: Any, end: Any) -> Any:
     seen = xp.logical_and(low[batch, head] <= k, k < end[batch, head])
     return xp.where(seen, score, -xp.inf)
 
 
-def _formula(step: Decoding, scale: float, q: Any, k: Any, v: Any, end: Any, begin: Any) -> Any:
+def _formula(masks: Masks, q: Any, k: Any, v: Any, end: Any, begin: Any, sinks: Any) -> Any:
     """The definition, as the program computes it."""
-    if not step.heads_first:
+    if not masks.heads_first:
         k, v = (jnp.swapaxes(x, 1, 2) for x in (k, v))
     (b, _, heads, d), (groups, keys) = q.shape, k.shape[1:3]
     by_head = jnp.reshape(q, (b, groups, heads // groups, d))
-    scores = jnp.einsum("bgrd,bgnd->bgrn", by_head, k, preferred_element_type="float32")
-    scores = scores * scale
-    if cap := step.lengths.softcap:
-        scores = jnp.tanh(scores / cap) * cap
-    seen = jnp.ones((), bool)
-    for x, each, sign in ((end, step.end, 1), (begin, step.begin, -1)):
-        if x is not None:
-            of_query = jnp.arange(heads // groups, dtype=x.dtype)[:, None] % step.queries * each.step
-            ahead = (x[:, :, None, None] + of_query - jnp.arange(keys, dtype=x.dtype)) * sign
-            seen = seen & (ahead > 0 if sign > 0 else ahead >= 0)
-    p = jax.nn.softmax(jnp.where(seen, scores, step.lengths.fill), -1).astype(v.dtype)
-    out = jnp.einsum("bgrn,bgnd->bgrd", p, v)
-    return jnp.reshape(out, (b, 1, heads, v.shape[3]))
+    scores = jnp.einsum("bgrd,bgnd->bgrn", by_head, k, preferred_element_type="float32") * masks.scale
+    if masks.softcap:
+        scores = jnp.tanh(scores / masks.softcap) * masks.softcap
+    key, own = jnp.arange(keys, dtype="int32"), jnp.arange(heads // groups, dtype="int32")[:, None] % masks.queries
+    seen = key < end[:, :, None, None] + own * masks.steps[0]
+    if begin is not None:
+        seen = seen & (key >= begin[:, :, None, None] + own * masks.steps[1])
+    scores = jnp.where(seen, scores, masks.fill)
+    if sinks is not None:
+        column = jnp.reshape(sinks.astype("float32"), (groups, heads // groups, 1))
+        scores = jnp.concatenate([scores, jnp.broadcast_to(column, (*scores.shape[:3], 1))], -1)
+    p = jax.nn.softmax(scores, -1)[..., :keys].astype(v.dtype)
+    return jnp.reshape(jnp.einsum("bgrn,bgnd->bgrd", p, v), (b, 1, heads, v.shape[3]))

@@ -19,7 +19,7 @@ from cute_ops.fusion.changed_scores import with_reads
 from cute_ops.fusion.composite import Composite
 from cute_ops.fusion.graph import Node
 from cute_ops.ops.attention.attention import attention as plain
-from cute_ops_jax.fusion.decoding import by_lengths
+from cute_ops_jax.fusion.decoding import by_lengths, masks_of
 from cute_ops_jax.fusion.rotation import Projection, qkv_rope
 from cute_ops_jax.primitive.function import register
 
@@ -163,20 +163,21 @@ def decoding_of(found: Composite) -> Composite | None:
         return None
     operands = {name: part.node for name, part in step.parts.items()}
     operands |= {name: end.array for name, end in (("end", step.end), ("begin", step.begin)) if end and end.array}
-    attrs = {"step": step, "views": found.attrs["views"], "scale": found.attrs["scores"].scale * step.lengths.scale}
+    operands |= {name: node for name, node in found.operands.items() if name == "sinks"}
+    attrs = {"step": step, **{name: found.attrs[name] for name in ("views", "scores", "sinks")}}
     return found._replace(name="decode_attention", operands=operands, attrs=attrs)
 
 
 def _decode_attention(found: Composite) -> Callable[..., list[Any]]:
-    step, views = found.attrs["step"], [*found.attrs["views"], *found.roots]
-    run = by_lengths(step, found.attrs["scale"])
+    step, views, sinks = found.attrs["step"], [*found.attrs["views"], *found.roots], found.attrs["sinks"]
+    run = by_lengths(masks_of(step, found.attrs["scores"].scale))
 
     def call(given: dict[str, Any]) -> list[Any]:
         arrays = [jnp.reshape(jnp.transpose(given[name], part.order), part.shape) for name, part in step.parts.items()]
-        ends = [
-            end and _number_of_keys(end, given.get(name)) for name, end in (("end", step.end), ("begin", step.begin))
-        ]
-        return [_as_viewed(run(*arrays, *ends), *step.out, views)]
+        end = _number_of_keys(step.end, given.get("end"))
+        begin = None if step.begin is None else _number_of_keys(step.begin, given.get("begin"))
+        of_heads = None if sinks is None else jnp.repeat(_by_head(sinks, given), step.queries)
+        return [_as_viewed(run(*arrays, end, begin, of_heads), *step.out, views)]
 
     return call
 

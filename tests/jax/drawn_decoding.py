@@ -44,7 +44,9 @@ def drawn(number: int) -> Step:
     for place, special in enumerate((0, 1, n, n + 3, -1)):
         if place < flat.size and rng.random() < 0.5:
             flat[rng.integers(flat.size)] = special
-    window = int(rng.integers(1, 9))
+    window, sink = int(rng.integers(1, 9)), bool(layout == "bnhd" and heads != "vmap" and rng.random() < 0.25)
+    if heads == "repeated" and sink:
+        heads = "grouped"
 
     def seen(lengths: Array) -> Array:
         """``[batch, heads of keys, queries, keys]``, of which some are 1."""
@@ -92,7 +94,11 @@ def drawn(number: int) -> Step:
             scores = jax.vmap(lambda q, k: jnp.einsum(f"sgrd,{own[1:]}->grsn", q, k))(by_group, k)
         else:
             scores = jnp.einsum(f"bsgrd,{own}->bgrsn", by_group, k)
-        p = jax.nn.softmax(hidden(scores * 0.25, lengths), -1).astype(q.dtype)
+        scores = hidden(scores * 0.25, lengths)
+        if sink:
+            column = jnp.broadcast_to((jnp.arange(kv * g) / 2 - 1).reshape(kv, g, 1, 1), (*scores.shape[:-1], 1))
+            scores = jnp.concatenate([scores, column.astype(scores.dtype)], -1)
+        p = jax.nn.softmax(scores, -1)[..., :n].astype(q.dtype)
         if heads == "vmap":
             return jax.vmap(lambda p, v: jnp.einsum(f"grsn,{own[1:]}->sgrd", p, v))(p, v).reshape(q.shape)
         return jnp.einsum(f"bgrsn,{own}->bsgrd", p, v).reshape(q.shape)
@@ -103,4 +109,5 @@ def drawn(number: int) -> Step:
     cache = tuple({"b": b, "n": n, "h": kv, "d": d}[letter] for letter in layout)
     args = draw(b, queries, kv * group, d), draw(*cache), draw(*cache), jnp.asarray(lengths)
     said = f"{b=} {kv=} {group=} {d=} {n=} {queries=} {layout} {heads} {mask} {fill=} {added=} {cap=} {dtype} {wide=}"
+    said += " sink" * sink
     return Step(said, function, args)

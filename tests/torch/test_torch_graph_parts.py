@@ -796,7 +796,7 @@ def _with_sinks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """As GPT-OSS writes it: one more column of scores, which is dropped behind the softmax."""
     scores = _masked(q @ k.mT * 0.25, -99)
     joined = torch.cat([scores, v[:1, :, :1, :1].expand(*scores.shape[:-1], 1)], -1)
-    weights = torch.softmax(joined - joined.max(-1, keepdim=True).values, -1, dtype=torch.float32).to(v.dtype)
+    weights = torch.softmax(joined, -1, dtype=torch.float32).to(v.dtype)
     return weights[..., :-1] @ v
 
 
