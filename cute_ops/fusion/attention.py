@@ -153,15 +153,14 @@ def attentions(
     for node in graph.nodes:
         if node in readers.live and node.op == "contract" and node.dtype in _PRODUCTS:
             for side in (0, 1):
-                found, column = of_root.get(node.args[side]), None
-                if found is None:
-                    column = with_column(node.args[side], of_root)
-                if found is not None or column is not None:
+                root = node.args[side]
+                column = None if root in of_root else with_column(root, of_root)
+                if root in of_root or column is not None:
                     try:
-                        weights = (
-                            _of_column(column, readers, node) if column is not None
-                            else _weights(found, node.args[side], quotients.get(node))
-                        )  # fmt: skip
+                        if column is not None:
+                            weights = _of_column(column, readers, node)
+                        else:
+                            weights = _weights(of_root[root], root, quotients.get(node))
                         yield _Attention(readers, weights, node, side, known).found()
                     except _No as error:
                         if stay is not None and str(error):
@@ -399,14 +398,14 @@ class _Attention:
         parts["q"], scores = _unscaled(parts["q"], scores, contract, self.readers)
         operands = {name: part.node for name, part in parts.items()}
         operands |= {f"captured{i}": read.node for i, read in enumerate(reads)}
-        attrs = {"parts": parts, "scores": scores, "reads": reads, "out": rows, "views": views, "said": scores.said}
-        nodes = (*chain, *self.scores.region.nodes, self.product, *views, *(x for f in behind for x in f.region.nodes))
-        attrs["decoding"] = self._decoding(parts, scores, contract)
-        attrs["sinks"] = self._sinks()
-        if (sinks := attrs["sinks"]) is not None and sinks.node is not None:
+        sinks, said = self._sinks(), scores.said
+        if sinks is not None and sinks.node is not None:
             operands["sinks"] = sinks.node
         elif sinks is not None:
-            attrs["said"] = ", ".join(filter(None, [scores.said, f"sinks={sinks.number:.6g}"]))
+            said = ", ".join(filter(None, [said, f"sinks={sinks.number:.6g}"]))
+        attrs: dict[str, Any] = {"parts": parts, "scores": scores, "reads": reads, "out": rows, "views": views}
+        attrs |= {"said": said, "sinks": sinks, "decoding": self._decoding(parts, scores, contract)}
+        nodes = (*chain, *self.scores.region.nodes, self.product, *views, *(x for f in behind for x in f.region.nodes))
         return Composite("attention", operands, attrs, (result,), nodes, (*self.founds, *behind))
 
     def _behind(self, root: Node) -> tuple[Found, ...]:

@@ -26,6 +26,7 @@ from cute_ops_jax.primitive.function import register
 Call = Callable[[Sequence[Any]], list[Any]]
 FEW_QUERIES = 16  # of a step of decoding
 FEW_BLOCKS, FEW_KEYS = 40, 256  # heads of keys of all sequences, and keys: with fewer XLA's products are faster
+MOST_QUERIES = 16  # of a head of keys, of a step of decoding
 MOST_KEYS = 1 << 24
 # Operands that are row vectors, which a program may hold with more dims, of one element.
 _ROWS = ("b_up", "b_down", "norm_weight")
@@ -143,7 +144,7 @@ def _attention(found: Composite) -> Callable[..., list[Any]]:
         arrays = [jnp.reshape(jnp.transpose(given[name], part.order), part.shape) for name, part in parts.items()]
         captured = [_as_read(given[f"captured{i}"], read) for i, read in enumerate(reads)]
         out, _ = function(*arrays, *captured, sinks=None if sinks is None else _by_head(sinks, given), **attrs)
-        return [_as_viewed(out, *found.attrs["out"], views)]
+        return [_as_viewed(out, found.attrs["out"], views)]
 
     return call
 
@@ -152,14 +153,15 @@ def decoding_of(found: Composite) -> Composite | None:
     """The step of decoding that an attention is, of which `decode_attention` splits the keys; None if it is none, or if
     XLA's products are faster.
 
-    On an H200 8 sequences of 8192 keys of 8 heads take 76 us (XLA 254), 12 of 13450 165 (1072), 64 of 2048 127 (467).
+    On an H200 12 sequences of 13450 keys of 8 heads take 152 us (XLA 916), 64 of 2048 129 (474), 8 of 1024 64 (58).
     """
     step = found.attrs.get("decoding")
     if step is None:
         return None
     b, *sizes, _ = step.parts["k"].shape
     heads, keys = sizes if step.heads_first else sizes[::-1]
-    if jax.default_backend() == "gpu" and (b * heads < FEW_BLOCKS or keys < FEW_KEYS):
+    few = b * heads < FEW_BLOCKS or keys < FEW_KEYS or step.parts["q"].shape[2] > MOST_QUERIES * heads
+    if jax.default_backend() == "gpu" and few:
         return None
     operands = {name: part.node for name, part in step.parts.items()}
     operands |= {name: end.array for name, end in (("end", step.end), ("begin", step.begin)) if end and end.array}
@@ -177,7 +179,7 @@ def _decode_attention(found: Composite) -> Callable[..., list[Any]]:
         end = _number_of_keys(step.end, given.get("end"))
         begin = None if step.begin is None else _number_of_keys(step.begin, given.get("begin"))
         of_heads = None if sinks is None else jnp.repeat(_by_head(sinks, given), step.queries)
-        return [_as_viewed(run(*arrays, end, begin, of_heads), *step.out, views)]
+        return [_as_viewed(run(*arrays, end, begin, of_heads), step.out, views)]
 
     return call
 
@@ -191,8 +193,9 @@ def _number_of_keys(end: Ends, array: Any) -> Any:
     return jnp.reshape(jnp.broadcast_to(found, end.sizes), (-1, end.sizes[-1]))
 
 
-def _as_viewed(out: Any, sizes: tuple[int, ...], order: tuple[int, ...], views: Sequence[Node]) -> Any:
-    """A result as the program has it."""
+def _as_viewed(out: Any, placed: tuple[tuple[int, ...], tuple[int, ...]], views: Sequence[Node]) -> Any:
+    """A result as the program has it. ``placed``: sizes and the order of dims."""
+    sizes, order = placed
     out = jnp.transpose(jnp.reshape(out, sizes), order)
     for view in views:
         turned = view.op == "transpose"  # of dims that the result may lack, as they have one element

@@ -296,9 +296,8 @@ class Emitter:
             return None
         if sinks.node is None:
             raise Refused("its sinks are a number")
-        return self.method(
-            "reshape", self.method("expand", self._seen(given["sinks"], sinks.order, sinks.shape), sinks.sizes), (-1,)
-        )
+        whole = self.method("expand", self._seen(given["sinks"], sinks.order, sinks.shape), sinks.sizes)
+        return self.method("contiguous", self.method("reshape", whole, (-1,)))
 
     def _attended(self, out: Node, found: Composite) -> list[Node]:
         """The result in the order of dims that the program has."""
