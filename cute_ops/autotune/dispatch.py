@@ -20,6 +20,7 @@ from cute_ops.declaration.binding import Binding
 from cute_ops.declaration.config import Config
 from cute_ops.declaration.messages import message
 from cute_ops.declaration.program import Program
+from cute_ops.declaration.shapes import Array
 from cute_ops.files import file_lock
 from cute_ops.hardware import sm
 from cute_ops.jit import cache as kernels
@@ -69,7 +70,9 @@ def choose(
     return chosen
 
 
-def fallback(binding: Binding, memory: Mapping[str, Memory], target: Target | None) -> Program | None:
+def fallback(
+    binding: Binding, memory: Mapping[str, Memory], target: Target | None, pads: bool = False
+) -> Program | None:
     """The program that runs a call in place of a kernel, if one does; see
     :class:`cute_ops.declaration.program.Fallback`.
 
@@ -77,6 +80,7 @@ def fallback(binding: Binding, memory: Mapping[str, Memory], target: Target | No
         binding: a checked call with concrete sizes.
         memory: as :func:`choose` takes it.
         target: the GPU; None if no kernel can run.
+        pads: whether the framework multiplies copies of operands that begin off vectors, as XLA does.
 
     Raises:
         ValueError: a kernel is asked for, and none takes the call's dtypes.
@@ -89,6 +93,8 @@ def fallback(binding: Binding, memory: Mapping[str, Memory], target: Target | No
         problem = f"attribute `fused` is 'always', but no kernel takes {beyond}; 'auto' does."
         raise ValueError(message(op, problem, binding.inputs, binding.dims, binding.dtypes))
     reason = _reason_against(binding, memory, target)
+    if not reason and pads and asked == "auto" and target is not None:
+        reason = _padded_is_faster(signature(binding, memory, target))
     if not reason:
         said = "`fused` is 'always'" if asked == "always" else _expectation(binding, memory, target)
         _log_choice(binding, "our kernel", said)
@@ -130,6 +136,8 @@ def realigned(
     call = signature(binding, copied, target)
     if not choice.off_vector(call.problem):  # cuBLAS is as fast as ever, and what was measured of a class has no copies
         return {}
+    if reads == 1 and _read_in_place(binding, memory, target, found, call):
+        return {}
     if measures and to_measure(binding, copied, target):
         return found
     if choices.measured(binding.op, call) is None and not _pay(found, call, reads):
@@ -147,9 +155,40 @@ def _takes_copies(binding: Binding, target: Target) -> bool:
 
 def _pay(copied: Iterable[str], call: Signature, reads: int) -> bool:
     """Whether copies of these inputs pay, by the model."""
-    binding, other = call.binding, call.binding.op.fallback
-    times = other.expected(call.problem) if other and other.expected else None
-    return choice.pays([array for n in copied if (array := binding.inputs[n])], call.problem, times, reads)
+    return choice.pays(_arrays(copied, call), call.problem, _expected(call), reads)
+
+
+def _read_in_place(
+    binding: Binding, memory: Mapping[str, Memory], target: Target, copied: Iterable[str], call: Signature
+) -> bool:
+    """Whether our kernel reads the operands of a call as they lie in less time than from copies of these, by the model;
+    ``call`` is that with copies.
+    """
+    here = _expected(signature(binding, memory, target))
+    there = choice.with_copies(_arrays(copied, call), call.problem, _expected(call), 1)[0]
+    return here is not None and here[0] <= there
+
+
+def _padded_is_faster(call: Signature) -> str:
+    """Why the framework's product of copies of the operands is faster than our kernel, which reads them where they lie
+    off vectors; empty where it is not.
+    """
+    here, operands = _expected(call), call.binding.op.fallback.anywhere if call.binding.op.fallback else ()
+    if here is None or not choice.off_vector(call.problem):
+        return ""
+    whole = _expected(call._replace(problem=choice.padded(call.problem)))
+    theirs = choice.with_copies(_arrays(operands, call), call.problem, whole and whole[::-1], 1)[0]
+    return f"{theirs:.3g} us are expected with copies, {here[0]:.3g} of our kernel" if theirs < here[0] else ""
+
+
+def _expected(call: Signature) -> tuple[float, float] | None:
+    """What an op expects of our kernel and of the program that stands in for it."""
+    other = call.binding.op.fallback
+    return other.expected(call.problem) if other and other.expected else None
+
+
+def _arrays(names: Iterable[str], call: Signature) -> list[Array]:
+    return [array for name in names if (array := call.binding.inputs[name])]
 
 
 def _copies(binding: Binding, memory: Mapping[str, Memory], names: Sequence[str]) -> dict[str, tuple[int, ...]]:

@@ -121,7 +121,7 @@ def fallback(binding: Binding, on_gpu: bool, transposed: Transposed = NONE) -> P
     if not on_gpu:
         return dispatch.fallback(binding, {}, None)
     target, _ = _target_and_device(binding)
-    return dispatch.fallback(*_in_numbers(binding, transposed), target)
+    return dispatch.fallback(*_in_numbers(binding, transposed), target, pads=True)
 
 
 def behind_product(binding: Binding) -> Callable[..., list[jax.Array]]:

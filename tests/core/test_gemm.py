@@ -221,12 +221,12 @@ def test_products_that_cublas_makes_faster(op: Op, sizes: tuple[int, int, int], 
         ("sm_100a", 64, {}, (8, 8)),
         ("sm_90a", 64, {"weight": Memory((1, 32), 0)}, None),
         ("sm_90a", 64, {"weight": Memory((1, 40), 0)}, None),
-        ("sm_90a", 64, {"x": Memory((1, 5), 0)}, (1, 8)),
-        ("sm_90a", 64, {"x": Memory((1, 8), 0), "weight": Memory((1, 36), 0)}, (1, 4)),
+        ("sm_90a", 64, {"x": Memory((1, 41), 0)}, (1, 8)),
+        ("sm_90a", 64, {"x": Memory((1, 40), 0), "weight": Memory((1, 36), 0)}, (8, 4)),
     ],
 )
 def test_what_goes_without_tma(arch: str, k: int, memory: dict[str, Memory], vectors: tuple[int, int] | None) -> None:
-    tile = plan(bind(linear, arrays(linear, (5,), 32, k)), memory, parse(arch)).variant.config
+    tile = plan(bind(linear, arrays(linear, (40,), 32, k)), memory, parse(arch)).variant.config
     assert (tile["form"] == "mma_sync") == (vectors is not None)
     assert vectors is None or (tile["vec_a"], tile["vec_b"]) == vectors
 

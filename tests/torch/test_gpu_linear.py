@@ -282,11 +282,28 @@ def test_few_rows(m: int) -> None:
             assert torch.equal(by_kernel(op)(*tensors), got)
 
 
+@pytest.mark.parametrize("m", [1, 2, 5, 8, 9, 16, 17, 32, 33])
+def test_few_rows_off_vectors(m: int) -> None:
+    """Exact; NaN in a row of each operand stays there, and between rows that lie apart."""
+    for n, k in ((1, 1), (77, 135), (1001, 1001), (28672, 511)):
+        for op, apart, shift in ((linear, 0, 0), (linear, 3, 1), (linear_float32, 0, 0)):
+            tensors = []
+            for t in operands(op, m, n, k):
+                t[-1] = torch.nan
+                whole = torch.full((t.shape[0], k + apart + shift), torch.nan, device=DEVICE, dtype=t.dtype)
+                tensors.append(whole[:, shift : shift + k].copy_(t))
+            got = by_kernel(op)(*tensors)
+            finish(f"{op.name} {m}x{n}x{k}, {apart} apart, from {shift}")
+            exact, what = expected(op, tensors).to(got.dtype), f"{op.name} {m}x{n}x{k}, {apart} apart, from {shift}"
+            torch.testing.assert_close(got, exact, rtol=0, atol=0, equal_nan=True, msg=what)
+            assert torch.equal(by_kernel(op)(*tensors).nan_to_num(-1.0), got.nan_to_num(-1.0)), what
+
+
 @pytest.mark.parametrize("product", [op for op in DIFFERENTIABLE if op.fallback], ids=lambda op: op.name)
 @pytest.mark.parametrize("m", [1, 5, 64])
 def test_epilogues_of_few_rows(product: Op, m: int) -> None:
     """As the framework's product and a pass."""
-    for n, k in ((136, 1024), (129, 72)):
+    for n, k in ((136, 1024), (129, 72), (129, 73)):
         sizes = {"m": (m,), "n": columns(product, n), "k": k}
         given = [torch.randn(t.of(sizes), device=DEVICE).bfloat16() for t in product.inputs.values()]
         given[1] /= k**0.5

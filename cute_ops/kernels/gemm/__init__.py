@@ -4,5 +4,5 @@
 loads and multiplies, ``store`` computes and stores the epilogue by ``subtiles``, with its ``parts``. ``epilogue`` loads
 operands and evaluates the expression. ``cluster_sums`` adds up what the CTAs of a cluster have of one tile, ``rows`` is
 a second kernel, for outputs without columns. ``scheduler`` orders tiles, ``tiles`` gives a CTA those that it takes,
-``views`` makes matrices of tensors.
+``views`` makes matrices of tensors. ``in_place`` is of few rows whose operands begin off vectors.
 """

@@ -10,8 +10,8 @@ from cute_ops.declaration.config import KernelConfig
 from cute_ops.kernels.tensor_core.shared_struct import MBARRIER_BYTES, Buffer, SharedStruct, mbarriers
 from cute_ops.kernels.tensor_core.sizes import MMA_M, WARPGROUP, RegisterBudget
 
-Form = Literal["cooperative", "pingpong", "mma_sync"]
-WARPS = 8  # of ``mma_sync``
+Form = Literal["cooperative", "pingpong", "mma_sync", "in_place"]
+WARPS = 8  # of ``mma_sync`` and ``in_place``
 ROW_PARTIALS = "row_partials"  # the workspace of reductions of rows
 EXCHANGE = "exchange"  # mbarriers of the exchange of partial sums of a cluster that shares k
 REGISTERS = RegisterBudget(load=40, multiply=232)
@@ -33,7 +33,7 @@ class GemmConfig(KernelConfig):
 
     Both multiply one tile, half of its rows each (``cooperative``), or each its own, one storing while the other
     multiplies (``pingpong``). Where TMA cannot load, or on other GPUs than Hopper, eight warps load and multiply
-    (``mma_sync``).
+    (``mma_sync``); of few rows each loads rows of b that begin alike, by vectors (``in_place``).
 
     Attributes:
         tile_m: rows of a tile.

@@ -7,6 +7,7 @@ from cutlass import Int32, const_expr
 
 from cute_ops.kernels.gemm.config import ROW_PARTIALS, GemmConfig
 from cute_ops.kernels.gemm.epilogue import Epilogue
+from cute_ops.kernels.gemm.in_place import GemmInPlace
 from cute_ops.kernels.gemm.sm80 import GemmSm80
 from cute_ops.kernels.gemm.sm90 import GemmSm90
 from cute_ops.kernels.gemm.views import by_column, by_row, each_by_column, each_by_row, half
@@ -25,7 +26,8 @@ class GemmKernel:
         self.keys, self.names, self.views = variant.args, tuple(dict.fromkeys(variant.names)), views
         config = GemmConfig.of(variant.config)
         self.epilogue = Epilogue(variant, config, batched)
-        self.form = (GemmSm80 if config.form == "mma_sync" else GemmSm90)(variant, self.epilogue, parts)
+        form = {"mma_sync": GemmSm80, "in_place": GemmInPlace}.get(config.form, GemmSm90)
+        self.form = form(variant, self.epilogue, parts)
 
     @cute.jit
     def __call__(self, *arguments):

@@ -37,6 +37,11 @@ FEW_M, OURS_OF_FEW_M, THEIRS_OF_FEW_M = 64, (1975.0, 2.2, 7.8e8), (1775.0, 2.2, 
 NARROW = 0.8
 # Ours must be this much ahead of more rows up to SMALL_M, and with a pass that it saves.
 UNSURE = 1.03
+# Bytes of a microsecond that our kernel of few rows reads of operands off vectors, of all SMs and of one, and
+# microseconds besides: by a gated product of 5 x 13641 x 6656, about 117 us on an H200. More rows were not measured:
+# they take longer by guess, by the rows of a tile.
+IN_PLACE, IN_PLACE_SM, IN_PLACE_MORE = 3.1e6, 3e4, 3.0
+OF_MORE_ROWS = {8: 1.0, 16: 1.25, 32: 1.6}
 HOST = 4.0  # microseconds that torch's own product takes the host, and each copy of an operand
 ERROR = 1.1  # of the model: the standard deviation of what it expects
 # Of a product with n or k off a vector cuBLAS computes so many FLOP and moves so many bytes a microsecond at most, by
@@ -114,7 +119,9 @@ def _expected(
         return max(count / rate, 2 * whole.multiply_adds / most) + more
 
     few = size.m <= FEW_M
-    if few:
+    if config.form == "in_place":
+        ours = _in_place(config, whole, problem.sm_count)
+    elif few:
         ours = time_of(cycles_of_few_rows(config, size, cost), OURS_OF_FEW_M)
     else:
         count = cycles(config, size, cost) * (NARROW if config.store_bytes < STORE_BYTES else 1)
@@ -127,6 +134,14 @@ def _expected(
         moved = elements * (sum(cost.outputs) + sum(cost.tiles) + 2 * (1 + cost.gate_up))
         theirs += moved / rate + more
     return ours, theirs
+
+
+def _in_place(config: GemmConfig, size: GemmSize, sm_count: int) -> float:
+    """Microseconds of our kernel of few rows that reads operands where they lie: memory's, or those of an SM."""
+    waves = -(-size.n // (config.tile_n * sm_count))
+    ctas = -(-size.m // config.tile_m)
+    moved, of_sm = 2 * size.n * size.k * ctas, 2 * config.tile_n * size.k * ctas * waves
+    return max(moved / IN_PLACE, of_sm / IN_PLACE_SM) * OF_MORE_ROWS[config.tile_m] + IN_PLACE_MORE
 
 
 def _divisor(problem: Problem) -> int:
@@ -181,20 +196,35 @@ def off_vector(problem: Problem) -> bool:
     return _divisor(problem) in THEIR_ODD
 
 
+def padded(problem: Problem) -> Problem:
+    """The product with rows of whole vectors."""
+    vector = VECTOR_BYTES // 2
+    whole = {name: -(-problem.size(name) // vector) * vector for name in ("n", "k")}
+    return problem._replace(dims={**problem.dims, **whole}, aligns=dict.fromkeys(problem.aligns, VECTOR_BYTES))
+
+
 def pays(copied: Sequence[Array], problem: Problem, times: tuple[float, float] | None, reads: int) -> bool:
     """Whether our kernel gains more than its share of these copies costs, which so many products read; ``times`` are
     what is expected of it, with the copies, and of the framework's product.
     """
     if not off_vector(problem):
         return False
+    ours, theirs = with_copies(copied, problem, times, reads)
+    return ours < theirs
+
+
+def with_copies(
+    copied: Sequence[Array], problem: Problem, times: tuple[float, float] | None, reads: int
+) -> tuple[float, float]:
+    """Microseconds of our kernel and its share of these copies, or of the host if that takes longer, and of the
+    framework's product. Arguments as in :func:`pays`.
+    """
     if times is None:
         size = GemmSize(problem.m, problem.size("n"), problem.size("k"))
         times = _at_rates(size, OUR_ODD, OUR_ODD_MORE), _their_odd(size, problem)
-    ours, theirs = times
     moved = [2 * math.prod(array.shape) * ITEMSIZE[array.dtype] for array in copied]
     copying = (sum(moved) / COPY + COPY_MORE * len(moved)) / reads
-    with_copies, host = ours + copying, HOST * (1 + len(moved))
-    return bool(max(with_copies, host) < theirs)
+    return max(times[0] + copying, HOST * (1 + len(moved))), times[1]
 
 
 def _loadable(array: Array, strides: Sequence[int], address: int) -> bool:

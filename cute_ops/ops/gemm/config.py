@@ -278,6 +278,12 @@ def without_tma(vec_a: int, vec_b: int) -> GemmConfig:
     return GemmConfig("mma_sync", 128, 128, 2, 0, tile_k=32, vec_a=vec_a, vec_b=vec_b)
 
 
+def in_place(m: int) -> GemmConfig | None:
+    """The config for few rows of operands that begin off vectors, which are read where they lie; None for more."""
+    tile = next((rows for rows in IN_PLACE_ROWS if m <= rows), None)
+    return GemmConfig("in_place", tile, 128, 2, 0, tile_k=256) if tile else None
+
+
 def cycles(config: GemmConfig, size: GemmSize, cost: EpilogueCost = PLAIN) -> int:
     """About how long a product takes: its tiles and memory each wait for the other at times."""
     return int(math.hypot(sm_cycles(config, size, cost), memory_cycles(size, cost, config.clusters * config.ctas)))
@@ -379,6 +385,8 @@ ROWS = tuple(2**i for i in range(6, 17))
 COLUMNS = (*range(256, 8192, 256), *range(8192, 65537, 1024))
 BUCKETS: dict[str, tuple[int, ...]] = {"m": ROWS, "n": COLUMNS, "k": COLUMNS}
 BATCH: dict[str, tuple[int, ...]] = {"b": POWERS}
+# Rows of x that a CTA has at once where operands are read in place.
+IN_PLACE_ROWS = (8, 16, 32)
 # Registers that a thread has when a CTA starts, before those that load give theirs to those that multiply.
 START_REGISTERS = 168
 
@@ -396,7 +404,7 @@ def space_of(sizes: tuple[str, str, str], epilogue_cost: Callable[[Problem], Epi
         heuristic, target = GemmConfig.of(flat), (problem.arch, problem.sm_count)
         m, n, k = (bucket(name, problem.size(name)) for name in sizes)
         size = GemmSize(m, n, k, bucket("b", problem.size("b")) if batched else 1)
-        if heuristic.form == "mma_sync":
+        if heuristic.form in ("mma_sync", "in_place"):
             return
         found = others(heuristic, size, epilogue_cost(problem), *target)
         names = ("expression", "reads", "writes", "half_align")

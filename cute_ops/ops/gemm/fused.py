@@ -299,7 +299,9 @@ class _Product:
         second, by_tma = vector(problem, "weight", n if self.across else k)
         vectors = [vector(problem, "x", k), (second, by_tma and (self.weight != "k 2n" or start == VECTOR_BYTES))]
         wanted = self.cost(problem)
-        chosen = configure(problem, vectors, self.size(problem), wanted, problem.contiguous.get("x", "k") == "k")
+        by_rows = problem.contiguous.get("x", "k") == "k"
+        lie = by_rows and not (self.across or self.is_batch or epilogue.groups or epilogue.reduces)
+        chosen = configure(problem, vectors, self.size(problem), wanted, by_rows, lie)
         if wanted.group > 1 and chosen.form == "mma_sync":  # each warp then has all columns of its rows
             chosen = replace(chosen, warps_n=1)
         halves = start if epilogue.packs else VECTOR_BYTES

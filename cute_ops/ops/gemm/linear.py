@@ -24,7 +24,7 @@ from cute_ops.ops.batches import batch_of, each
 from cute_ops.ops.expression.formula import Formula
 from cute_ops.ops.expression.pointwise import pointwise
 from cute_ops.ops.gemm.choice import fallback
-from cute_ops.ops.gemm.config import SWIZZLED, EpilogueCost, GemmSize, choose, space_of, without_tma
+from cute_ops.ops.gemm.config import SWIZZLED, EpilogueCost, GemmSize, choose, in_place, space_of, without_tma
 
 HALVES = ("bfloat16", "float16")
 MOST_ROWS = 2**31 - 2**16  # rows are counted in 32 bits, and a tile may reach beyond the last one
@@ -81,7 +81,8 @@ def declare(
         check_rows(op, problem)
         vectors, _ = loads(problem, list(inputs), sizes[2])
         by_rows = problem.contiguous.get(next(iter(inputs)), sizes[2]) == sizes[2]
-        return configure(problem, vectors, size(problem), epilogue_cost(problem), by_rows)
+        lie = not is_batch and all(problem.contiguous[name] == sizes[2] for name in inputs)
+        return configure(problem, vectors, size(problem), epilogue_cost(problem), by_rows, lie)
 
     def run(xp: Any, call: Any, inputs: Mapping[str, Any], attrs: Mapping[str, Any]) -> dict[str, Any]:
         return {out: multiply(xp, multiplied, *inputs.values())}
@@ -144,15 +145,19 @@ def check_rows(op: Op, problem: Problem) -> None:
 
 
 def configure(
-    problem: Problem, vectors: Sequence[tuple[int, bool]], size: GemmSize, cost: EpilogueCost, by_rows: bool = False
-) -> GemmConfig:
+    problem: Problem, vectors: Sequence[tuple[int, bool]], size: GemmSize, cost: EpilogueCost, by_rows: bool = False,
+    lie: bool = False,
+) -> GemmConfig:  # fmt: skip
     """The config of a product of this size; ``vectors`` is what :func:`vector` gives for both operands. ``by_rows``:
-    whether the rows of the first one are contiguous.
+    whether the rows of the first one are contiguous. ``lie``: whether a kernel of few rows can read operands that TMA
+    cannot load where they lie.
     """
     (vec_a, a_by_tma), (vec_b, b_by_tma) = vectors
     chosen = None
     if sm(problem.arch) == 90 and a_by_tma and b_by_tma:
         chosen = choose(size, cost, problem.arch, problem.sm_count, by_rows)
+    if sm(problem.arch) == 90 and lie and not (a_by_tma and b_by_tma):
+        chosen = in_place(size.m)
     return chosen or without_tma(vec_a, vec_b)
 
 
