@@ -506,7 +506,8 @@ class _Attention:
         self.of_query: int | None = None
         self.of_group: int | None = None
         sink = -1 if self.sink is None else self.sink.operand
-        of_sink = self.scores.leaves[sink].labels if sink >= 0 else ()
+        leaf = self.scores.leaves[sink]
+        of_sink = leaf.labels if sink >= 0 and leaf.rows == self.rows else ()
         if len(self.queries) == 2:
             first, second = self.queries
             masks = (leaf for i, leaf in enumerate(self.scores.leaves) if i not in (acc, sink))
@@ -640,6 +641,12 @@ class _Attention:
             return self.sink and Sinks(None, (), (), tuple(map(self._size, heads)), self.sink.number)
         leaf = self.scores.leaves[self.sink.operand]
         at = {label: i for i, (label, size) in enumerate(zip(leaf.labels, leaf.node.shape, strict=True)) if size != 1}
+        if leaf.rows != self.rows and len(at) == 1:  # heads of which the rows have two dims
+            ((label, place),), dims = at.items(), _joined(leaf.rows, self.rows)
+            sizes = tuple(map(self._size, heads))
+            if dims and label >= 0 and dims[label] == heads:
+                others = [i for i in range(len(leaf.node.shape)) if i != place]
+                return Sinks(leaf.node, (*others, place), sizes, sizes, 0.0)
         _require(leaf.rows == self.rows and not leaf.packed and at.keys() <= set(heads), "its sinks are not of heads")
         order = [at[i] for i in heads if i in at]
         others = [i for i in range(len(leaf.node.shape)) if i not in order]

@@ -192,6 +192,16 @@ def in_the_sum(q: Array, k: Array, v: Array, sinks: Array) -> Array:
     return jnp.einsum("bhqk,bkhd->bqhd", p.astype(v.dtype), v)
 
 
+def joined_in_the_sum(q: Array, k: Array, v: Array, sinks: Array) -> Array:
+    """Of heads that are joined while a mask and sinks are applied."""
+    scores = jnp.einsum("btkgd,bskd->bkgts", q.reshape(B, T, KV, H // KV, D), k).reshape(B, H, T, T) * 0.25
+    scores, of_heads = jnp.where(lower(), wide(scores), -1e30), wide(sinks)[:, None, None]
+    most = jnp.maximum(scores.max(-1, keepdims=True), of_heads)
+    p = jnp.exp(scores - most)
+    p = (p / (p.sum(-1, keepdims=True) + jnp.exp(of_heads - most))).astype(v.dtype)
+    return jnp.einsum("bkgts,bskd->btkgd", p.reshape(B, KV, H // KV, T, T), v).reshape(B, T, H, D)
+
+
 def one_in_the_sum(most: bool) -> Callable[..., Array]:
     """Softmax of scores and of a zero."""
 
@@ -286,6 +296,7 @@ FORMS: dict[str, tuple[Callable[..., Array], tuple[Array, ...], str]] = {
     "sinks as a column, padding": (column, (Q, K, V, SINKS, LEFT), "scores changed"),
     "sinks as a column, grouped": (grouped_column, (Q, FEW_K, FEW_V, SINKS), "causal"),
     "sinks in the sum": (in_the_sum, (Q, K, V, SINKS), "causal"),
+    "sinks in the sum, joined heads": (joined_in_the_sum, (Q, FEW_K, FEW_V, SINKS), "causal"),
     "one in the sum": (one_in_the_sum(False), (Q, K, V), "causal, sinks=0"),
     "one in the sum, with a maximum": (one_in_the_sum(True), (Q, K, V), "causal, sinks=0"),
     "mask of each head": (chosen_by_head, (Q, K, V), "scores changed"),
