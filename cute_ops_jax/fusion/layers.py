@@ -25,8 +25,8 @@ from cute_ops_jax.primitive.function import register
 
 Call = Callable[[Sequence[Any]], list[Any]]
 FEW_QUERIES = 16  # of a step of decoding
-FEW_BLOCKS, FEW_KEYS = 40, 256  # heads of keys of all sequences, and keys: with fewer XLA's products are faster
-MOST_QUERIES = 16  # of a head of keys, of a step of decoding
+FEW_BLOCKS, FEW_KEYS = 32, 256  # heads of keys of all sequences, and keys: fewer have not been timed
+LONG = 2048  # keys, for more than a few queries of a head of keys
 MOST_KEYS = 1 << 24
 # Operands that are row vectors, which a program may hold with more dims, of one element.
 _ROWS = ("b_up", "b_down", "norm_weight")
@@ -153,15 +153,16 @@ def decoding_of(found: Composite) -> Composite | None:
     """The step of decoding that an attention is, of which `decode_attention` splits the keys; None if it is none, or if
     XLA's products are faster.
 
-    On an H200 12 sequences of 13450 keys of 8 heads take 152 us (XLA 916), 64 of 2048 129 (474), 8 of 1024 64 (58).
+    On an H200 8 sequences of 8192 keys of 8 heads take 82 us (XLA 268), 12 of 13450 152 (916), 64 of 2048 129 (474), 64
+    of 256 35 (78), 4 of 2048 30 (58); 16 queries of 4 heads that share each of them, 8 of 8192, 147 (403).
     """
     step = found.attrs.get("decoding")
     if step is None:
         return None
     b, *sizes, _ = step.parts["k"].shape
     heads, keys = sizes if step.heads_first else sizes[::-1]
-    few = b * heads < FEW_BLOCKS or keys < FEW_KEYS or step.parts["q"].shape[2] > MOST_QUERIES * heads
-    if jax.default_backend() == "gpu" and few:
+    many = step.parts["q"].shape[2] > FEW_QUERIES * heads and keys < LONG
+    if jax.default_backend() == "gpu" and (many or b * heads < FEW_BLOCKS or keys < FEW_KEYS):
         return None
     operands = {name: part.node for name, part in step.parts.items()}
     operands |= {name: end.array for name, end in (("end", step.end), ("begin", step.begin)) if end and end.array}

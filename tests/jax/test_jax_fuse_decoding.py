@@ -65,13 +65,18 @@ def arrays(b: int = 3, n: int = 40, kv: int = 2, heads: int = 4, d: int = 16) ->
 
 
 @pytest.mark.parametrize(
-    ("b", "kv", "keys", "found"),
-    [(5, 8, 256, True), (39, 1, 4096, False), (40, 1, 4096, True), (64, 8, 255, False), (4, 8, 8192, False)],
-)
-def test_where_a_gpu_runs_it(monkeypatch: pytest.MonkeyPatch, b: int, kv: int, keys: int, found: bool) -> None:
-    """Elsewhere XLA's products are faster: the step stays as it is."""
+    ("b", "kv", "group", "keys", "found"),
+    [
+        (4, 8, 4, 256, True), (31, 1, 4, 4096, False), (32, 1, 4, 4096, True), (64, 8, 4, 255, False),
+        (3, 8, 4, 8192, False), (48, 1, 17, 2048, True), (48, 1, 17, 2047, False), (48, 1, 65, 4096, False),
+    ],
+)  # fmt: skip
+def test_where_a_gpu_runs_it(
+    monkeypatch: pytest.MonkeyPatch, b: int, kv: int, group: int, keys: int, found: bool
+) -> None:  # fmt: skip
+    """Elsewhere the step stays as it is, or becomes `attention`."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    shapes = (b, kv * 4, 64), (b, keys, kv, 64), (b, keys, kv, 64)
+    shapes = (b, kv * group, 64), (b, keys, kv, 64), (b, keys, kv, 64)
     args = (*(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes), jax.ShapeDtypeStruct((b,), jnp.int32))
     assert ("decode_attention" in became(written, *args)) is found
 
