@@ -113,6 +113,9 @@ FORWARD = [
     replace(WIDE, form="smem", cluster=4, delay_weight_load=True), replace(ROW, form="smem", align_vectors=8),
     replace(ROW, form="persistent", stages=2, clusters=64),
     replace(WIDE, form="persistent", cluster=2, stages=3, clusters=8, sort_period=8), NormConfig("two_pass", 64),
+    replace(WIDE, form="smem", cluster=2, align_vectors=8, lines=True, delay_weight_load=True),
+    replace(WIDE, align_vectors=8, lines=True),
+    replace(WIDE, form="persistent", cluster=2, stages=2, clusters=8, align_vectors=8, lines=True),
 ]  # fmt: skip
 WALK, WIDE_WALK = (replace(config, form="persistent", stages=2, clusters=64) for config in (ROW, WIDE))
 BACKWARD = [
@@ -120,6 +123,8 @@ BACKWARD = [
     replace(WIDE_WALK, cluster=2, clusters=3, sort_period=8, stages=3),
     replace(WIDE_WALK, cluster=4, balanced=True, sort_period=8), replace(WALK, align_vectors=8),
     NormConfig("two_pass", 64, clusters=8),
+    replace(WIDE_WALK, cluster=2, clusters=8, align_vectors=8, stages=3, lines=True),
+    replace(WIDE_WALK, clusters=8, align_vectors=2, lines=True),
 ]  # fmt: skip
 FORMS = [
     pytest.param(op, config, id=f"{op.name}-{i}")

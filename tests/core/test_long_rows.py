@@ -16,7 +16,7 @@ from cute_ops.ops import MODELS, OPS
 from cute_ops.testing import kernel_calls
 
 SEED = int(os.environ.get("CUTE_OPS_SEED", "37"))
-BY_NAME = {op.name: op for op in (*OPS, *MODELS)}
+BY_NAME = {op.name: op for op in (*OPS, *MODELS, *kernel_calls.ALL)}
 # Lengths between which one is drawn.
 LONG = {"layernorm": (33_000, 120_000), "rmsnorm": (102_401, 200_000), "silu_mul_fp8": (16_385, 65_000)}
 
@@ -25,7 +25,7 @@ def chosen(name: str, rows: int, n: int, wide: str = "float32") -> Any:
     """The config of a call with weights of a dtype."""
     op = BY_NAME[name]
     dtypes = {"T": "bfloat16", "W": wide, "B": wide, "R": "bfloat16"}
-    absent, sizes = {"bias"} if name == "rmsnorm" else {"lse_partial"}, op.example((rows,), n)
+    absent, sizes = {"bias"} if name.startswith("rmsnorm") else {"lse_partial"}, op.example((rows,), n)
     arrays = {
         key: None if key in absent else Array(t.of(sizes), dtypes.get(t.dtype, op.dtype_near(t, "bfloat16")))
         for key, t in op.inputs.items()
@@ -38,7 +38,8 @@ def chosen(name: str, rows: int, n: int, wide: str = "float32") -> Any:
     [
         ("layernorm", 95_430, "float32", "persistent", 8), ("layernorm", 40_000, "float32", "persistent", 4),
         ("layernorm", 40_000, "bfloat16", "smem", 4), ("layernorm", 16_384, "float32", "smem", 1),
-        ("rmsnorm", 160_001, "float32", "persistent", 8), ("rmsnorm", 160_001, "bfloat16", "smem", 8),
+        ("rmsnorm", 160_001, "float32", "persistent", 8), ("rmsnorm", 160_001, "bfloat16", "persistent", 16),
+        ("rmsnorm", 160_008, "bfloat16", "smem", 8), ("rmsnorm", 240_001, "bfloat16", "smem", 8),
         ("rmsnorm", 60_001, "float32", "smem", 2),
         ("silu_mul_fp8", 60_001, "bfloat16", "one_pass", 8), ("silu_mul_fp8", 200_001, "bfloat16", "smem", 16),
     ],
@@ -47,6 +48,27 @@ def test_which_kernel_holds_a_long_row(name: str, n: int, wide: str, form: str, 
     """As measured on an H200: wide weights of long rows stay in registers, where these have room."""
     config = chosen(name, 1000, n, wide)
     assert (config["form"], config.get("cluster", 1)) == (form, cluster)
+
+
+@pytest.mark.parametrize("name", ["rmsnorm_bwd", "layernorm_bwd", "layernorm"])
+def test_rows_that_start_on_a_vector_are_read_from_a_line(name: str) -> None:
+    """3665 x 10680: the gradient takes 68 us where warps' accesses lie across sectors, 64 where they do not."""
+    rng = np.random.default_rng(SEED)
+    for n in (rng.integers(8200 // 64, 15_000 // 64, 8) * 64).tolist():
+        on_a_line, beside = (chosen(name, 3000, k, "bfloat16") for k in (n, n + 8 * int(rng.integers(1, 8))))
+        assert "lines" not in on_a_line
+        assert (beside["lines"], beside["align_vectors"]) == (1, 8)
+        assert "sort_period" not in beside
+
+
+@pytest.mark.parametrize("name", ["rmsnorm_bwd", "layernorm"])
+def test_rows_are_sorted_only_where_clusters_have_rows_of_several_places(name: str) -> None:
+    """A gradient of 2249 x 17399 stores 127 rows of sums where its rows are sorted, 64 where they are not."""
+    for n in (np.random.default_rng(SEED).integers(8500, 11_500, 8) * 2 + 1).tolist():
+        config = chosen(name, 3000, n, "bfloat16")
+        assert config["clusters"] % 64 == 0
+        assert "sort_period" not in config
+    assert chosen("layernorm", 3000, 60_001, "bfloat16")["sort_period"] > 1, "30 clusters are no multiple of the places"
 
 
 @pytest.mark.parametrize(("n", "resident"), [(16_384, 2), (24_576, 2), (28_672, 1)])

@@ -22,19 +22,19 @@ def column_vectors(mW, key, tile, first, ks=None):
     ks = range(tile.per_thread) if ks is None else ks
     base = mW.iterator.toint()
     aligned = key.align >= min(v.vec * itemsize, VECTOR_BYTES)
-    if v.shifted and key.align >= VECTOR_BYTES and itemsize in REALIGNED:
+    if v.shifted and v.masked and key.align >= VECTOR_BYTES and itemsize in REALIGNED:
         return _realigned(mW.element_type, base, tile, first, ks)
     vectors = []
     for k in ks:
         rW = fragment(mW.element_type, v.vec)
         address = base + Int64(first[k]) * itemsize
-        if v.shifted or not aligned:
+        if (v.shifted and v.masked) or not aligned:
             load_elements(rW, address, first[k], Int32(tile.n))
         elif v.masked and tile.ends_outside(k):
             load_masked(rW, address, first[k], Int32(tile.n))
-        elif tile.ends_outside(k):
+        elif tile.starts_outside(k) or tile.ends_outside(k):
             rW.fill(0)
-            load_if(first[k] < tile.n, rW, address)
+            load_if(tile.inside(k, first[k], tile.n), rW, address)
         else:
             load(rW, address)
         vectors.append(rW)

@@ -182,8 +182,10 @@ class RowAccess:
         predicate = coord.valid if predicate is None else predicate
         first, address = coord.first[k], gRow.at(coord.first[k])
         end = Int32(self.n) if predicate is True else cutlass.select_(predicate, Int32(self.n), Int32(0))
-        if self.tile.predicated(k):
+        if self.tile.partial(k):
             store_masked(rX, address, first, end, pieces=self.n >= PIECES_FROM * self.tile.vec)
+        elif self.tile.starts_outside(k):
+            store_if(self.tile.inside(k, first, end), rX, address)
         elif self.tile.ends_outside(k) or (self.tile.rows > 1 and predicate is not True):
             store_if(first < end, rX, address)
         else:

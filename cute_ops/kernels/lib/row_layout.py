@@ -8,6 +8,8 @@ the columns ``v * vec - shift + j``, ``j < vec``. Three ways to lay vectors over
   flat array, from the last memory unit that starts no later than the row, ``shift = row * n % unit``, so that
   accesses stay 16 bytes wide and in step with sectors. Vectors at a row's ends may also hold elements of its
   neighbours: these are masked, and stored one by one. A vector with an element inside the row never leaves its page.
+  With ``lines``, compact rows of whole vectors are shifted, too, if they do not all start on a unit: a warp's accesses
+  then lie in as few sectors as they have bytes, and a vector lies in the row or outside of it.
 * narrow: whatever else; vectors shrink down to one element.
 """
 
@@ -29,9 +31,17 @@ def present(variant, names):
 
 
 class Vectors:
-    """Vector width and mode of the named row tensors of a kernel, with rows of length n, None where dynamic."""
+    """Vector width and mode of the named row tensors of a kernel, with rows of length n, None where dynamic.
 
-    def __init__(self, variant, names, n, align_vectors=1):
+    Args:
+        variant: the kernel's.
+        names: of the tensors.
+        n: elements of a row.
+        align_vectors: vectors of a unit.
+        lines: whether rows that start on a vector, or on half of one, are shifted, too.
+    """
+
+    def __init__(self, variant, names, n, align_vectors=1, *, lines=False):
         tensors = present(variant, names)
         sizes = [ITEMSIZE[t.dtype] for t in tensors]
         self.n = n
@@ -43,14 +53,20 @@ class Vectors:
         flat = all(t.layout == "flat" and t.align >= VECTOR_BYTES for t in tensors)
         aligned = narrow >= widest
         # Half vectors are faster than masked ones, and narrow accesses than vectors that mostly hold neighbouring rows.
-        self.shifted = flat and 2 * narrow < widest and (n is None or n >= 8 * widest)
+        self.shifted = flat and self._shifts(narrow, widest, lines * widest * align_vectors)
         self.vec = widest if aligned or self.shifted else narrow
         self.unit = self.vec * align_vectors
         # Rows of whole vectors need no masks inside a vector. Strides do not tell a dynamic row length.
         whole = n % self.vec == 0 if n is not None else flat
-        self.masked = self.shifted or not whole
+        self.masked = not whole or (self.shifted and n is None)
         # Whether a row is followed by the next one in all tensors. The memory between strided rows may not be readable.
         self.follows = all(t.layout == "flat" for t in tensors) and (n is None or n >= widest)
+
+    def _shifts(self, narrow, widest, unit):
+        """Whether compact rows are shifted: long ones off half a vector, or off a unit if that is not 0."""
+        if unit and self.n % unit:
+            return True
+        return 2 * narrow < widest and (self.n is None or self.n >= 8 * widest)
 
     def shift(self, row, n):
         """Elements of the row before that the first vectors of a row begin with."""
@@ -76,7 +92,7 @@ class RowTile:
         self.threads_per_row = config.threads_per_row
         self.rows = max(config.threads // self.threads_per_row, 1)
         self.threads = self.rows * self.threads_per_row
-        longest = self.n + (vectors.unit - 1 if vectors.shifted else 0)
+        longest = self.n + (vectors.unit - (1 if vectors.masked else vectors.vec) if vectors.shifted else 0)
         self.count = -(-longest // self.vec)
         self.per_thread = -(-self.count // (self.threads_per_row * self.cluster))
         self.span = self.per_thread * self.threads_per_row
@@ -124,8 +140,16 @@ class RowTile:
         return self.v.shifted and k * self.threads_per_row * self.vec < self.v.unit
 
     def predicated(self, k):
-        """Whether some thread's k-th vector may be partly inside and partly outside the row."""
+        """Whether some thread's k-th vector may have elements before the row, or be :meth:`partial`."""
         return self.starts_outside(k) or (self.v.masked and self.ends_outside(k))
+
+    def partial(self, k):
+        """Whether some thread's k-th vector may be partly inside and partly outside the row."""
+        return self.v.masked and (self.starts_outside(k) or self.ends_outside(k))
+
+    def inside(self, k, first, end):
+        """Whether this thread's k-th vector, which is not :meth:`partial`, lies in the row and before ``end``."""
+        return (first >= 0) & (first < end) if self.starts_outside(k) else first < end
 
     def predicate(self, k, first, bound=None):
         """Whether this thread's k-th vector has an element inside the row and begins before the column ``bound``; True

@@ -142,7 +142,7 @@ class NormBackward(RowWalk):
             self._store_across(rSum, address, base, first)
         elif const_expr(self.tile.rows == 1):
             for k in cutlass.range_constexpr(self.tile.per_thread):
-                store_if(first[k] < n, rSum[k], address + Int64(first[k]) * 4)
+                store_if(self.tile.inside(k, first[k], n), rSum[k], address + Int64(first[k]) * 4)
         else:
             self.tile_sum(rSum, base, address, line, rank)
 

@@ -26,6 +26,7 @@ class NormConfig(RowConfig):
         clusters: persistent clusters altogether.
         sort_period: rows are sorted by ``row % sort_period``, so that rows which start at the same place of a vector
             follow each other; 0 if they are not sorted.
+        lines: rows that start on a vector, or on half of one, are read from the start of a line, too.
         replicas: clusters that each take all rows, of ``few_rows``.
         column_threads: threads that share a vector of columns in the second kernel of ``overlapped``.
         rows_per_thread: rows of such a thread.
@@ -38,6 +39,7 @@ class NormConfig(RowConfig):
     stages: int = 0
     clusters: int = 0
     sort_period: int = 0
+    lines: bool = False
     replicas: int = 0
     column_threads: int = 0
     rows_per_thread: int = 0

@@ -37,7 +37,7 @@ class NormForward:
         self.variant = variant
         self.n = variant.dims["n"]
         self.weight_offset = variant.attrs.get("weight_offset", 0.0)
-        self.tile = RowTile(Vectors(variant, ROW_TENSORS, self.n, config.align_vectors), config)
+        self.tile = RowTile(Vectors(variant, ROW_TENSORS, self.n, config.align_vectors, lines=config.lines), config)
         self.access = RowAccess(variant, self.tile)
         self.resident = config.resident
         # With a vector each, all threads wait for the one that stores the end of h's row before the sum. Elements take
@@ -127,7 +127,7 @@ class NormForward:
 
     def _store(self, gRow, rX, coord, k):
         """Store a vector of a row that exists, at a row's end by elements or by pieces."""
-        if self.by_elements and self.tile.predicated(k) and not self.access.block:
+        if self.by_elements and self.tile.partial(k) and not self.access.block:
             end = cutlass.select_(coord.valid, Int32(self.n), Int32(0))
             store_masked(rX, gRow.at(coord.first[k]), coord.first[k], end)
         else:

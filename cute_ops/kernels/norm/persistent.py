@@ -85,7 +85,9 @@ class RowWalk:
         self.n = variant.dims["n"]
         self.weight_offset = variant.attrs.get("weight_offset", 0.0)
         self.names = inputs
-        self.tile = RowTile(Vectors(variant, (*inputs, *outputs), self.n, config.align_vectors), config)
+        self.tile = RowTile(
+            Vectors(variant, (*inputs, *outputs), self.n, config.align_vectors, lines=config.lines), config
+        )
         self.ring = RowRing(self.tile, present(variant, inputs), config.stages)
         self.sort_period = config.sort_period
         self.skewed = self.tile.cluster > 1 and self.ring.stages > 2
@@ -208,10 +210,10 @@ class RowWalk:
     def _store_row(self, place, rX, first, k):
         """Store this thread's k-th vector, which begins with the column ``first``."""
         address = place + self.tile.reach(k) * (rX.element_type.width // 8)
-        if self.tile.predicated(k):
+        if self.tile.partial(k):
             store_masked(rX, address, first, Int32(self.n), True)
-        elif self.tile.ends_outside(k):
-            store_if(first < self.n, rX, address, True)
+        elif self.tile.starts_outside(k) or self.tile.ends_outside(k):
+            store_if(self.tile.inside(k, first, self.n), rX, address, True)
         else:
             store(rX, address, True)
 

@@ -24,7 +24,6 @@ from cute_ops.ops.rows import (
     TENSORS,
     TWO_PASS_LONG_THREADS,
     TWO_PASS_THREADS,
-    WIDEST_VECTOR,
     Ladder,
     RowProblem,
     are_contiguous,
@@ -117,8 +116,10 @@ WIDE_COLUMNS: Ladder[tuple[int, int]] = ((2 * VECTOR_BYTES, (4 * PERSISTENT_VECT
 WIDE_THREADS, WIDE_STAGES = {True: 704, False: 512}, {True: 5, False: 3}
 # Rows for which eight CTAs would be needed take sixteen, two to an SM, if these have at most so many threads. By
 # whether rows are aligned: vectors of a thread. 440 x 133448 runs at 0.845 of a copy's rate, by eight CTAs at 0.77;
-# 404 x 145298 at 0.82, at 0.79.
-WIDE_SIXTEEN_THREADS, WIDE_SIXTEEN_VECTORS = 288, {True: 5, False: 4}
+# 404 x 145298 at 0.82, at 0.79; from the start of a sector at 0.84. Also rows off half a vector with a narrow weight
+# that eight CTAs would hold in shared memory: 321 x 182455 runs at 0.83, by these at 0.76, 391 x 150002 at 0.81, 0.76.
+# By whether the weight is wide: the most threads.
+SIXTEEN_THREADS, WIDE_SIXTEEN_VECTORS = {True: 288, False: 320}, {True: 5, False: 4}
 # Threads of an SM that persistent CTAs of a forward take, and bytes that a CTA needs beside its rows, for sums.
 FORWARD_SM_THREADS, FORWARD_RESERVED = 512, 4096
 
@@ -247,10 +248,8 @@ def _quartered(problem: Problem, row: RowProblem) -> NormConfig | None:
     slot = threads * QUARTERED_VECTORS * VECTOR_BYTES
     if not fits or not narrow or "residual" in problem.dtypes or 2 * slot + FORWARD_RESERVED > row.ring_bytes:
         return None
-    return NormConfig(
-        "persistent", threads, threads, 4, align_vectors=LINE_VECTORS, stages=2, clusters=resident_clusters(problem, 4),
-        sort_period=0 if row.aligned else WIDEST_VECTOR * LINE_VECTORS,
-    )  # fmt: skip
+    config = NormConfig("persistent", threads, threads, 4, align_vectors=LINE_VECTORS, stages=2)
+    return _sorted(row, replace(config, clusters=resident_clusters(problem, 4)))
 
 
 def _centred_off_a_vector(problem: Problem, row: RowProblem, pair: bool, touched: int) -> NormConfig | None:
@@ -266,7 +265,7 @@ def _centred_off_a_vector(problem: Problem, row: RowProblem, pair: bool, touched
     found = _persistent(problem, row, cluster=2, per_thread=per_thread, threads=threads, stages=stages)
     resident = max((FORWARD_SM_THREADS if wide or pair else HALVED_SM_THREADS) // threads, 1)
     clusters = in_step(resident_clusters(problem, 2) * resident, row, row.align_vectors)
-    return found and replace(found, resident=resident, clusters=clusters)
+    return found and _sorted(row, replace(found, resident=resident, clusters=clusters))
 
 
 def _clustered(problem: Problem, row: RowProblem, centred: bool, pair: bool) -> NormConfig:
@@ -282,7 +281,12 @@ def _clustered(problem: Problem, row: RowProblem, centred: bool, pair: bool) -> 
     span = -(-row.vectors // cluster)
     if span > MOST_REGISTER_VECTORS:
         return NormConfig("two_pass", TWO_PASS_LONG_THREADS)
-    return _in_registers(problem, row, cluster, threads_for(span, 4), centred, small_ctas)
+    found = _in_registers(problem, row, cluster, threads_for(span, 4), centred, small_ctas)
+    # 2822 x 20808 runs at 0.95 of a copy's rate from the start of a line, else at 0.915; 3914 x 15000, whose weight
+    # loads at once, at 0.94 and 0.95.
+    shifted = -(-(row.vectors + LINE_VECTORS) // cluster)
+    lines = _starts_in_lines(row) and found.delay_weight_load and not pair and shifted <= 4 * found.threads
+    return replace(found, lines=lines)
 
 
 def _in_registers(
@@ -312,12 +316,14 @@ def _in_smem(
     problem: Problem, row: RowProblem, vectors: int, span: int, *, full: bool, shallow: bool = False
 ) -> NormConfig | None:
     row_bytes = bytes_of(problem, ("x", "residual"))
+    lines = _starts_in_lines(row)
+    vectors += LINE_VECTORS if lines else 0
     spread = spread_in_smem(row, vectors, row_bytes, span, full=full, shallow=full or shallow)
     if spread is None:
         return None
     # With at most 1088 threads per SM, registers have room for the weight (16 bytes per vector) while the row loads.
     room = spread.resident * spread.threads <= 1024 + 2 * WARP and _column_bytes(problem, row) <= VECTOR_BYTES
-    return NormConfig("smem", *spread, row.align_vectors, delay_weight_load=not room)
+    return NormConfig("smem", *spread, row.align_vectors, lines=lines, delay_weight_load=not room)
 
 
 def _persistent(
@@ -334,14 +340,11 @@ def _persistent(
     if stages * slot + FORWARD_RESERVED > row.ring_bytes:
         return None
     resident = max(1, FORWARD_SM_THREADS // threads)
-    # Rows start at the same offset in a cache line again every `period` rows. A thread keeps its columns as long as
-    # offsets do not change: the number of CTAs is a multiple of the period, and clusters take rows sorted by offset.
-    period = WIDEST_VECTOR * row.align_vectors
-    clusters = resident_clusters(problem, cluster) * resident
+    # A thread keeps its columns as long as rows start at the same offset in a cache line: so do all of a cluster's.
+    clusters = in_step(resident_clusters(problem, cluster) * resident, row, row.align_vectors)
     return NormConfig(
-        "persistent", rows * share, share, cluster, resident, row.align_vectors, stages=stages,
-        clusters=in_step(clusters, row, row.align_vectors), sort_period=period if cluster > 1 else 0,
-    )  # fmt: skip
+        "persistent", rows * share, share, cluster, resident, row.align_vectors, stages=stages, clusters=clusters
+    )
 
 
 def _persistent_wide(problem: Problem, row: RowProblem, centred: bool) -> NormConfig | None:
@@ -349,6 +352,8 @@ def _persistent_wide(problem: Problem, row: RowProblem, centred: bool) -> NormCo
     if centred and (found := _quartered(problem, row)):
         return found
     columns, most = _column_bytes(problem, row), WIDE_THREADS[row.aligned]
+    if columns <= VECTOR_BYTES and not centred and row.vectors > 4 * SMEM_VECTORS and _off_half_a_vector(row):
+        return _persistent_sixteen(problem, row)
     least, per_thread = step(WIDE_COLUMNS, columns)
     if columns <= VECTOR_BYTES or row.vectors <= (least if row.aligned else max(least, 2 * PERSISTENT_VECTORS)):
         return None
@@ -361,26 +366,20 @@ def _persistent_wide(problem: Problem, row: RowProblem, centred: bool) -> NormCo
     stages = min(WIDE_STAGES[row.aligned], (row.ring_bytes - FORWARD_RESERVED) // slot)
     if span > per_thread * threads or stages < 2:
         return None
-    return NormConfig(
-        "persistent", threads, threads, cluster, stages=stages, clusters=resident_clusters(problem, cluster),
-        sort_period=_wide_period(row),
-    )  # fmt: skip
-
-
-def _wide_period(row: RowProblem) -> int:
-    """Rows begin on vectors, not on lines: they then start at few places, whose rows follow each other."""
-    return 0 if row.aligned else WIDEST_VECTOR // math.gcd(row.n, WIDEST_VECTOR)
+    # Rows begin on vectors, not on lines: they then start at few places, whose rows follow each other.
+    config = NormConfig("persistent", threads, threads, cluster, stages=stages)
+    return _sorted(row, replace(config, clusters=resident_clusters(problem, cluster)))
 
 
 def _persistent_sixteen(problem: Problem, row: RowProblem) -> NormConfig | None:
-    """Long rows with a wide weight by sixteen CTAs, two to an SM; None for rows that are too long for that."""
-    threads = threads_for(-(-(row.vectors + 1) // 16), WIDE_SIXTEEN_VECTORS[row.aligned])
-    if threads > WIDE_SIXTEEN_THREADS or row.itemsize == 4 or {"residual", "bias"} & problem.dtypes.keys():
+    """Long rows by sixteen CTAs, two to an SM; None for rows that are too long for that."""
+    wide = _column_bytes(problem, row) > VECTOR_BYTES
+    per_thread, most = WIDE_SIXTEEN_VECTORS[row.aligned or not wide], SIXTEEN_THREADS[wide]
+    threads = threads_for(-(-(row.vectors + SECTOR_VECTORS) // 16), per_thread)
+    if threads > most or row.max_cluster < 16 or row.itemsize == 4 or {"residual", "bias"} & problem.dtypes.keys():
         return None
-    return NormConfig(
-        "persistent", threads, threads, 16, 2, stages=2, clusters=2 * resident_clusters(problem, 16),
-        sort_period=_wide_period(row),
-    )  # fmt: skip
+    config = NormConfig("persistent", threads, threads, 16, 2, align_vectors=SECTOR_VECTORS, stages=2)
+    return _sorted(row, replace(config, clusters=2 * resident_clusters(problem, 16)))
 
 
 def _column_bytes(problem: Problem, row: RowProblem) -> int:
@@ -445,7 +444,7 @@ def backward(problem: Problem, centred: bool = False) -> NormConfig:
         return _in_step(problem, two_pass)
     row, row_bytes = row_of(problem), problem.n * bytes_of(problem, INPUTS)
     few = _few_rows(problem, row, row_bytes) or _overlapped(problem, row, row_bytes)
-    few = few or (None if centred else _halves_off_a_vector(problem, row, row_bytes))
+    few = few or (None if centred else _halves_off_a_line(problem, row, row_bytes))
     return few or _in_step(problem, _persistent_backward(problem, row, row_bytes, centred) or two_pass)
 
 
@@ -456,21 +455,41 @@ def _in_step(problem: Problem, config: NormConfig) -> NormConfig:
     """
     if config.sort_period or {"dweight", "dbias"} & problem.dtypes.keys():
         return config
-    return replace(config, clusters=in_step(config.clusters, _any_or_row(problem), config.align_vectors))
+    return replace(config, clusters=in_step(config.clusters, _walked_row(problem, config), config.align_vectors))
 
 
-def _any_or_row(problem: Problem) -> RowProblem:
-    """The row; where kernels do not know its length, one of length 1, whose rows start at every offset in a vector."""
+def _walked_row(problem: Problem, config: NormConfig) -> RowProblem:
+    """The row, aligned if its kernel never shifts it; where kernels do not know its length, one of length 1, whose rows
+    start at every offset in a vector.
+    """
     row = row_of(problem)
+    row = row._replace(aligned=False) if config.lines else row
     return row._replace(n=1) if problem.n is None else row
+
+
+def _sorted(row: RowProblem, config: NormConfig) -> NormConfig:
+    """With rows sorted by where they start, unless all rows of a cluster start at the same place anyway: sorted,
+    2249 x 17399 has a row of sums for each of 127 walks, not 64 clusters, and its gradient 0.80 of a copy's rate, not
+    0.87.
+    """
+    period = period_of(row, config.align_vectors)
+    return replace(config, sort_period=period if config.clusters % period else 0)
+
+
+def _starts_in_lines(row: RowProblem) -> bool:
+    """Whether rows start on a vector, but not all of them on a line: warps' accesses then lie across sectors."""
+    return row.aligned and row.n >= LONG_ROW and row.n % (row.vector_elements * LINE_VECTORS) > 0
+
+
+def _off_half_a_vector(row: RowProblem) -> bool:
+    """Whether rows start anywhere in half a vector, so that their kernels shift and mask vectors."""
+    return not row.aligned and row.n % max(row.vector_elements // 2, 1) > 0
 
 
 def _persistent_backward(problem: Problem, row: RowProblem, row_bytes: int, centred: bool) -> NormConfig | None:
     """Persistent clusters with column sums in registers; None for rows that are too long."""
     sums = max(_column_sums(problem), 1)
-    align = _alignment(problem, row)
-    touched = row.vectors + (0 if row.aligned else align)
-    cluster = _backward_cluster(row, touched, sums)
+    cluster, align, lines, touched = _cut(problem, row, sums)
     span = -(-touched // cluster)
     per_thread, sm_threads = _vectors_of_a_thread(problem, row, span, cluster, sums, centred)
     share = threads_for(span, per_thread, 512)
@@ -486,7 +505,8 @@ def _persistent_backward(problem: Problem, row: RowProblem, row_bytes: int, cent
     sm_threads = sm_threads * 2 // (1 + sums)
     # Rows of three inputs take longer to arrive.
     alone = "dresidual_out" in problem.dtypes and cluster == 1 and _is_long(row, span)
-    alone_of_four = _disturb_each_other(problem, row, cluster, sums) and sm_threads // threads > 1
+    alone_of_four = row.aligned and _disturb_each_other(problem, row, cluster, sums)
+    alone_of_four = alone_of_four and sm_threads // threads > 1
     # A CTA of one row at a time waits for it: 6393 x 6144 with two sums takes 0.88 of a copy's rate by three slots,
     # 0.81 by two. Of several rows at a time two are faster, and of longer ones: 4778 x 8192 takes 0.84, by three 0.79.
     short = span <= DEEPER_VECTORS or row.itemsize == 4
@@ -504,21 +524,46 @@ def _persistent_backward(problem: Problem, row: RowProblem, row_bytes: int, cent
     resident = max(1, min(row.ring_bytes // (stages * slot + PERSISTENT_RESERVED), most))
     if not balanced:
         # Clusters that do not fit start when others have ended: 16425 columns took 218 us in place of 159.
-        elements = threads * _elements_of_a_thread(problem, row, share * cluster, align)
+        elements = threads * _elements_of_a_thread(problem, row, share * cluster, align, lines=lines)
         fit = occupancy(problem.arch, threads, LEAST_REGISTERS, stages * elements * (row_bytes // row.n))
         resident = max(1, min(resident, fit))
-    config = NormConfig("persistent", threads, share, cluster, resident, align, stages=stages, balanced=balanced)
-    config = replace(config, clusters=resident_clusters(problem, cluster) * resident)
+    config = NormConfig(
+        "persistent", threads, share, cluster, resident, align, stages=stages, balanced=balanced, lines=lines
+    )
+    return _in_order(problem, row, replace(config, clusters=resident_clusters(problem, cluster) * resident), sums)
+
+
+def _cut(problem: Problem, row: RowProblem, sums: int) -> tuple[int, int, bool, int]:
+    """CTAs of a row, vectors that its start is rounded down to, whether that is so though it is on a vector, and
+    vectors that are read.
+    """
+    align = _alignment(problem, row)
+    touched = row.vectors + (0 if row.aligned else align)
+    cluster = _backward_cluster(row, touched, sums)
+    if cluster == 2 and _starts_in_lines(row) and row.vectors + LINE_VECTORS <= 2 * CTA_VECTORS:
+        return cluster, LINE_VECTORS, True, row.vectors + LINE_VECTORS
+    return cluster, align, False, touched
+
+
+def _in_order(problem: Problem, row: RowProblem, config: NormConfig, sums: int) -> NormConfig:
+    """With the order of rows and the CTAs of an SM that suit where rows start."""
+    if config.lines and sums == 1 and config.resident > 1:
+        # Two CTAs have enough rows in flight: 3665 x 10680 runs at 0.88 of a copy's rate, by three slots at 0.84.
+        return replace(config, stages=2)
+    if row.aligned or config.cluster <= 2:
+        return config
+    if config.resident > 1 and _disturb_each_other(problem, row, config.cluster, sums):
+        config = replace(config, resident=1, align_vectors=1, clusters=resident_clusters(problem, config.cluster))
     # Large clusters are few: no multiple of the offsets of unaligned rows fills the GPU. So rows are sorted by offset.
-    return config if row.aligned or cluster <= 2 else replace(config, sort_period=period_of(row, align))
+    return _sorted(row, config)
 
 
-def _halves_off_a_vector(problem: Problem, row: RowProblem, row_bytes: int) -> NormConfig | None:
-    """A long row of 16 bits off a vector, in two CTAs that have an SM each; None for other rows."""
+def _halves_off_a_line(problem: Problem, row: RowProblem, row_bytes: int) -> NormConfig | None:
+    """A long row of 16 bits off a line, in two CTAs that have an SM each; None for other rows."""
     touched = row.vectors + row.align_vectors
     if (
         _column_sums(problem) > 1
-        or row.aligned
+        or (row.aligned and not _starts_in_lines(row))
         or row.itemsize > 2
         or not 2 * CTA_VECTORS < touched <= 2 * HALF_VECTORS
         or row.max_cluster < 2
@@ -528,23 +573,22 @@ def _halves_off_a_vector(problem: Problem, row: RowProblem, row_bytes: int) -> N
     slot = threads * HALF_PER_THREAD * row.vector_elements * (row_bytes // row.n)
     if 2 * slot > row.ring_bytes - PERSISTENT_RESERVED:
         return None
-    return NormConfig(
-        "persistent", threads, threads, 2, align_vectors=row.align_vectors, stages=2,
-        clusters=resident_clusters(problem, 2), sort_period=period_of(row, row.align_vectors),
-    )  # fmt: skip
+    config = NormConfig("persistent", threads, threads, 2, align_vectors=row.align_vectors, stages=2, lines=True)
+    return _sorted(row._replace(aligned=False), replace(config, clusters=resident_clusters(problem, 2)))
 
 
 def _disturb_each_other(problem: Problem, row: RowProblem, cluster: int, sums: int) -> bool:
-    """Whether two CTAs of clusters of four would disturb each other: one has an SM, and more stages."""
-    pair = "dresidual_out" in problem.dtypes
-    return cluster == 4 and sums == 1 and row.aligned and row.itemsize < 4 and not pair
+    """Whether two CTAs of clusters of four would disturb each other: one has an SM, and more stages if rows start on a
+    vector. 1186 x 33001 runs at 0.73 of a copy's rate, by two CTAs at 0.63.
+    """
+    return cluster == 4 and sums == 1 and row.itemsize < 4 and "dresidual_out" not in problem.dtypes
 
 
-def _elements_of_a_thread(problem: Problem, row: RowProblem, threads: int, align: int) -> int:
+def _elements_of_a_thread(problem: Problem, row: RowProblem, threads: int, align: int, *, lines: bool) -> int:
     """Elements of a row that each of so many threads holds, in whole vectors, as the kernels' ``RowTile`` has them."""
     present = [name for name in TENSORS if name in problem.dtypes]
     narrow = min(min(problem.aligns[name], VECTOR_BYTES) // ITEMSIZE[problem.dtypes[name]] for name in present)
-    shifted = 2 * narrow < row.vector_elements
+    shifted = lines or 2 * narrow < row.vector_elements
     vec = row.vector_elements if shifted else min(narrow, row.vector_elements)
     touched = -(-(row.n + (align * vec - 1 if shifted else 0)) // vec)
     return -(-touched // threads) * vec
@@ -702,9 +746,9 @@ def _partial_sums(problem: Problem, config: NormConfig) -> int:
     if config.sort_period:
         # Columns shift where a cluster goes on to rows of the next offset: its sums so far get a row of their own.
         return clusters + config.sort_period - 1
-    if not row_of(problem).aligned:
+    if not (row := _walked_row(problem, config)).aligned:
         # Every cluster takes rows of one offset only, so the number of clusters is a multiple of the offsets.
-        period = period_of(_any_or_row(problem), config.align_vectors)
+        period = period_of(row, config.align_vectors)
         clusters = period * max(min(-(-clusters // period), config.clusters // period), 1)
     return clusters
 
