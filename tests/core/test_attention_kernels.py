@@ -63,7 +63,7 @@ FORWARD = (
 ONE_STAGE = Call(1, 70, 140, 1, 1, 64, 256, "bfloat16", {}, False, False)
 TWO_PASSES = {"d": 48, "e": 48}  # heads whose deterministic gradients take two kernels
 LONG_HEADS = (
-    Call(2, 150, 130, 2, 1, 192, 192, "bfloat16", {"causal": True, "left": 100}, False, False),
+    Call(2, 150, 130, 2, 1, 256, 256, "bfloat16", {"causal": True, "left": 100}, False, False),
     Call(1, 77, 100, 2, 2, 256, 256, "bfloat16", {"softcap": 5.0}, False, False),
     Call(1, 130, 70, 1, 1, 192, 128, "bfloat16", {"causal": True}, False, False),
 )
@@ -75,6 +75,8 @@ ONE_PASS = (
     Call(1, 130, 70, 1, 1, 112, 112, "bfloat16", {"causal": True}, False, False),
     Call(1, 250, 150, 2, 1, 64, 64, "bfloat16", {"causal": True}, False, False),
     Call(1, 250, 70, 1, 1, 64, 64, "bfloat16", {}, False, False),
+    Call(1, 200, 130, 2, 1, 192, 192, "bfloat16", {"causal": True, "left": 100}, False, False),
+    Call(1, 70, 150, 1, 1, 192, 192, "bfloat16", {"softcap": 5.0}, False, False),
 )
 
 
@@ -176,6 +178,7 @@ class Run:
         self.head, *self.entries = re.split(r"(?=\.visible \.entry)", ptx.read_text())
         names = [entry.partition("(")[0] for entry in self.entries]
         self.tall = any("TallOnePass" in name for name in names)
+        self.is_wide = any("WideHeads" in name for name in names)
         self.shares = 2 if self.tall or any("InParts" in name for name in names) else 1
         tables = {n: np.full(a.shape, np.nan, np.float32) for n, a in scratch.items() if n.startswith("ranges")}
         self.memory = [*captured.values(), *tables.values(), *offsets]
@@ -412,7 +415,7 @@ def test_gradients_in_one_pass(call: Call, tmp_path: Path) -> None:
 def test_gradients_in_turns(number: int, tmp_path: Path) -> None:
     """Deterministic: each block of keys adds to a tile of queries once the block behind it has."""
     causal = ONE_PASS[2]._replace(s=300, t=300, d=128, e=128, attrs={"causal": True})
-    calls = CALLS[0], ONE_PASS[1], causal, None, ONE_PASS[-2]
+    calls = CALLS[0], ONE_PASS[1], causal, None, ONE_PASS[-4]
     call, functions = modded(0) if number == 3 else (calls[number], NO_FUNCTIONS)
     _check_one_pass(call._replace(attrs={**call.attrs, "deterministic": True}), functions, tmp_path)
 
@@ -420,9 +423,10 @@ def test_gradients_in_turns(number: int, tmp_path: Path) -> None:
 @pytest.mark.drawn(0.4)
 @pytest.mark.slow
 @products.emulated
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", range(4))
 def test_gradients_in_one_pass_with_functions_that_read_arrays(number: int, tmp_path: Path) -> None:
-    _check_one_pass(*modded(number), tmp_path)
+    call, functions = modded(number % 3)
+    _check_one_pass(call._replace(d=192, e=192) if number == 3 else call, functions, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -449,20 +453,22 @@ def _check_one_pass(call: Call, functions: Functions, folder: Path) -> None:
     logs, delta = of_whole_tiles(call, functions, lse, delta)
     sums = np.zeros((*logs.shape, call.d), np.float32)
     dk, dv = (np.full_like(x, np.nan) for x in (k, v))
-    moved = [(q, tile), (k, 128), (v, 128), (dout, tile), (dk, 64), (dv, 64)]
+    block = 96 if run.is_wide else 128
+    moved = [(q, tile), (k, block), (v, block), (dout, tile), (dk, block // 2), (dv, block // 2)]
     of_rows = [(logs, tile), (delta, tile)]
-    ctas, count = -(-call.t // 128) * call.g * call.batch, min(call.h // call.g, 2)
-    parts = np.full((2 * count * call.batch, call.g, -(-call.t // 128) * 128, call.d), np.nan, np.float32)
+    ctas, count = -(-call.t // block) * call.g * call.batch, min(call.h // call.g, 2)
+    parts = np.full((2 * count * call.batch, call.g, -(-call.t // block) * block, call.d), np.nan, np.float32)
     turns = np.zeros((*logs.shape[:2], logs.shape[2] // tile), np.int32) if call.attrs.get("deterministic") else None
     columns = {1: call.d if run.tall else columns_of_keys(call)}
-    name = "OnePass" if run.tall else one_pass_of(call)
+    name = "OnePass" if run.tall else "WideHeads" if run.is_wide else one_pass_of(call)
     run(name, 6, moved, [], [], ctas * count, of_rows, sums, columns, parts, turns)
     if turns is not None and "left" not in call.attrs and not functions.mask:
         # The first block of keys was the last one to add, but to tiles of queries before all keys.
         before = max(call.s - call.t, 0) if call.attrs.get("causal") else 0
         assert (turns[:, :, before // tile : -(-call.s // tile)] == 1).all()
     if count > 1:
-        halves_of = by_tiles(parts, 128).reshape(count, 2, call.batch, *parts.shape[1:])[..., : call.t, :].sum(0)
+        by_keys = by_columns(parts) if run.is_wide else by_tiles(parts, 128)
+        halves_of = by_keys.reshape(count, 2, call.batch, *parts.shape[1:])[..., : call.t, :].sum(0)
         dk, dv = (x.transpose(0, 2, 1, 3) for x in halves_of)
         dk, dv = (dk * call.d**-0.5).astype(q.dtype), dv.astype(q.dtype)
     sums = by_tiles(sums, tile // 2) if run.tall else by_rows(sums, run.shares)
@@ -495,7 +501,7 @@ def test_grids_for_more_than_two_to_the_31_elements(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", range(4))
 def test_gradients_of_long_heads(number: int, tmp_path: Path) -> None:
     call, functions = (LONG_HEADS[number], NO_FUNCTIONS) if number < 3 else modded(0)
-    call = call._replace(d=192, e=192) if number == 3 else call
+    call = call._replace(d=256, e=256) if number == 3 else call
     run, (q, k, v) = Run(attention_bwd, call, tmp_path, functions, others=3), halves(*arrays(call, 0))
     dout, lse, delta, right = with_cotangents(call, (q, k, v), functions)
     tile = dict(run.variant.settings)["tile_k"]
@@ -514,6 +520,13 @@ def by_tiles(sums: np.ndarray, tile: int) -> np.ndarray:
     # Of a tile: blocks of 8 columns, warps, 8 rows, pairs of columns, rows 8 apart, columns.
     x = sums.reshape(-1, sums.shape[-1] // 8, tile // 16, 8, 4, 2, 2)
     return x.transpose(0, 2, 5, 3, 1, 4, 6).reshape(sums.shape)
+
+
+def by_columns(sums: np.ndarray) -> np.ndarray:
+    """Transposed sums of 96 keys, or values, of heads of 192, by rows and columns."""
+    # Of a tile: blocks of 64 columns, of 8 keys, warpgroups, warps, 8 columns, pairs of keys, columns 8 apart, keys.
+    x = sums.reshape(-1, 3, 6, 2, 4, 8, 4, 2, 2)
+    return x.transpose(0, 3, 2, 6, 8, 1, 4, 7, 5).reshape(sums.shape)
 
 
 def columns_of_keys(call: Call) -> int:

@@ -17,7 +17,7 @@ import pytest
 from cute_ops import mods
 from cute_ops.kernels.attention.config import AttentionBackwardConfig, AttentionConfig
 from cute_ops.ops.attention.attention import attention_packed, attention_packed_bwd
-from tests.core.test_attention_kernels import TWO_PASSES, Run, halves, one_pass_of
+from tests.core.test_attention_kernels import TWO_PASSES, Run, columns_of_keys, halves, one_pass_of
 from tests.emulator import products, ptx_cta
 from tests.ops.attention_calls import NO_FUNCTIONS, Call, Functions, arrays, expected
 
@@ -157,9 +157,11 @@ def test_gradients(which: str, tmp_path: Path) -> None:
 @pytest.mark.drawn(0.4)
 @pytest.mark.slow
 @products.emulated
-@pytest.mark.parametrize(("which", "in_turns"), [*((x, False) for x in CASES), ("documents", True), ("softcap", True)])
+@pytest.mark.parametrize(
+    ("which", "in_turns"), [*((x, False) for x in CASES), ("wide", False), ("documents", True), ("softcap", True)]
+)
 def test_gradients_in_one_pass(which: str, in_turns: bool, tmp_path: Path) -> None:
-    case = CASES[which](deterministic=in_turns)
+    case = Case(0, d=192, e=192) if which == "wide" else CASES[which](deterministic=in_turns)
     call, (out, lse) = case.call, case.results()
     run = Run(attention_packed_bwd, call, tmp_path, case.functions, case.offsets)
     tile, n = AttentionBackwardConfig.of(run.variant.config).tile_q, len(case.lengths)
@@ -196,19 +198,31 @@ def test_gradients_in_one_pass(which: str, in_turns: bool, tmp_path: Path) -> No
         memory.append(turns)
         arguments.append(struct.pack("<Q3q2q", 8 << 32, *turns.shape, turns.size, turns.shape[2]))
     around("_delta_cute", memory, arguments, call.h * length * 2 ** (call.e // 8 - 1).bit_length())
-    moved = [(case.q, tile), (case.k, 128), (case.v, 128), (case.dout, tile), (dk, 64), (dv, 64)]
+    block, name = (96, "WideHeads") if run.is_wide else (128, one_pass_of(call))
+    moved = [(case.q, tile), (case.k, block), (case.v, block), (case.dout, tile), (dk, block // 2), (dv, block // 2)]
     of_rows = [(logs, tile), (delta, tile)]
-    count, keys = min(call.h // call.g, 2), (call.t // 128 + n + 1) * 128
+    count, keys = min(call.h // call.g, 2), (call.t // block + n + 1) * block
     parts = np.full((2 * count, call.g, keys, call.d), np.nan, np.float32)
-    ctas = keys // 128 * call.g * count
-    run(one_pass_of(call), 6, moved, [], [], ctas, of_rows, sums, {1: call.d // 2}, parts, turns)
+    ctas = keys // block * call.g * count
+    run(name, 6, moved, [], [], ctas, of_rows, sums, {1: columns_of_keys(call)}, parts, turns)
     of_sums = struct.pack("<Q", 1 << 32) + of_sums[8:]
-    around("_round_cute.*(OnePass|ShortHeads)", [sums, dq], [of_sums, heads(2, dq)], call.h * length * call.d // 8)
+    around(
+        "_round_cute.*(OnePass|ShortHeads|WideHeads)",
+        [sums, dq],
+        [of_sums, heads(2, dq)],
+        call.h * length * call.d // 8,
+    )
     if count > 1:
         strides = call.d, keys * call.d, call.g * keys * call.d
         of_parts = struct.pack("<Q4i3q", 1 << 32, keys, call.d, call.g, 2 * count, *strides)
         threads, last = parts.size // count // 16, struct.pack("<i", count)
-        around("_round_cute.*PartsOfKeys", [parts, dk, dv], [of_parts, heads(2, dk), heads(3, dv)], threads, last)
+        around(
+            "_round_cute.*Parts(OfKeys|ByColumns)",
+            [parts, dk, dv],
+            [of_parts, heads(2, dk), heads(3, dv)],
+            threads,
+            last,
+        )
     case.check({"dq": dq, "dk": dk, "dv": dv})
 
 

@@ -19,6 +19,7 @@ from cute_ops.kernels.attention.bwd_queries_sm90 import QueriesBackward
 from cute_ops.kernels.attention.bwd_short_heads_sm90 import ShortHeadsBackward
 from cute_ops.kernels.attention.bwd_sm80 import KeysBackwardSm80, QueriesBackwardSm80
 from cute_ops.kernels.attention.bwd_tall_sm90 import TallOnePass
+from cute_ops.kernels.attention.bwd_wide_heads_sm90 import WideHeadsBackward
 from cute_ops.kernels.attention.config import AttentionBackwardConfig
 from cute_ops.kernels.attention.mods import Mods, by_index
 from cute_ops.kernels.attention.ranges import Ranges
@@ -33,6 +34,7 @@ from cute_ops.kernels.tensor_core.sizes import MMA_M, WARP
 
 WARPS = 8  # of a CTA that sums rows or sinks
 VECTOR = 8  # elements of 16 bytes
+LONGEST = 128  # elements of heads of which a CTA has 128 keys
 TOGETHER = 320  # elements of heads of k and v whose gradients registers hold at a time
 
 
@@ -51,6 +53,8 @@ class AttentionBackward:
         if short:
             tall = config.tile_q > MMA_M
             one_pass = TallOnePass if tall else OnePassBackward if in_turns else ShortHeadsBackward
+        elif max(dims["d"], dims["e"]) > LONGEST:
+            one_pass = WideHeadsBackward
         elif not config.score and (mods.mask is None or mods.is_interval):  # as measured
             one_pass = OnePassInParts
         of_queries, of_keys = QueriesBackward, KeysBackward

@@ -25,6 +25,7 @@ class OnePassInParts(OnePassBackward):
     """
 
     keeps, by_queries, shares = False, True, OnePassBackward.consumers
+    adds_first = False  # dq is written before scores of the next tile are multiplied, as registers hold one of both
 
     @property
     def tiles_of_ds(self):
@@ -33,6 +34,10 @@ class OnePassInParts(OnePassBackward):
     @property
     def parts_of_tile(self):
         return self.tile_q // PART
+
+    def _slots(self, slot):
+        """The slots of both operands of scores."""
+        return 0, slot.index
 
     @cute.jit
     def _differentiate_all(
@@ -52,7 +57,7 @@ class OnePassInParts(OnePassBackward):
             first = queries
             if steps > 0:
                 ring_q.consumer_wait(slot)
-                multiply((mma_first, mma_s), *of_scores, rS, (0, slot.index))
+                multiply((mma_first, mma_s), *of_scores, rS, self._slots(slot))
                 warpgroup.wait_group(0)
                 slot.advance()
                 next_head, next_queries = following(head, queries, first, last)
@@ -60,13 +65,19 @@ class OnePassInParts(OnePassBackward):
                     if self.tiles.some(Tile(keys.block, next_head, keys.batch), sizes, next_queries, keys.block):
                         tile = Tile(keys.block, head, keys.batch)
                         self._differentiate(registers, products, given, before, (tidx, tile, queries), sizes)
+                        if const_expr(self.adds_first):
+                            warpgroup.wait_group(1)
+                            add(rDq, tile, queries, sizes)
                         ring_q.consumer_wait(slot)
                         warpgroup.wait_group(1)
-                        multiply((mma_first, mma_s), *of_scores, rS, (0, slot.index))
+                        multiply((mma_first, mma_s), *of_scores, rS, self._slots(slot))
+                        if const_expr(self.adds_first):
+                            warpgroup.wait_group(1)
                         ring_q.consumer_release(before)
                         ring_o.consumer_release(before)
-                        warpgroup.wait_group(1)
-                        add(rDq, tile, queries, sizes)
+                        if const_expr(not self.adds_first):
+                            warpgroup.wait_group(1)
+                            add(rDq, tile, queries, sizes)
                         # ptxas lets no instruction read in one step what a product of the step before has written.
                         warpgroup.wait_group(0)
                         before.advance()

@@ -21,7 +21,7 @@ from cute_ops.kernels.attention.products import (
     tma_copies,
 )
 from cute_ops.kernels.attention.softmax import InPairs, by_row, store_packed
-from cute_ops.kernels.attention.sums import TOGETHER, PartsOfKeys, SumsOfTiles
+from cute_ops.kernels.attention.sums import TOGETHER, PartsOfKeys, SumsOfTiles, add_four
 from cute_ops.kernels.attention.tiles import (
     REGISTERS,
     Moved,
@@ -87,9 +87,39 @@ class OnePassBackward(SumsOfTiles, KeysBackward):
     ):  # fmt: skip
         mQ, *_ = inputs
         self.dtype = dtype = mQ.element_type
-        row, across = LayoutEnum.ROW_MAJOR, OperandMajorMode.MN
-        mma_s = (mma_of_kept if self.keeps else mma_of_scores)(dtype, self.tile_q)
-        mma_dk, mma_dv = (mma_of_weights(dtype, width) for width in (self.d, self.dv))
+        row, rows_of_keys = LayoutEnum.ROW_MAJOR, self.tile_k // self.consumers
+        mma_s, mma_dk, mma_dv, mma_dq = self._mmas(dtype)
+        shape_k, shape_v = (self.tile_k, self.tile_q, self.d), (self.tile_k, self.tile_q, self.dv)
+        of_row = cute.make_layout((self.tile_q, 1, self.stages))
+        layouts = (
+            hopper.make_smem_layout_b(row, shape_k, dtype, self.stages),
+            self._layout_of_keys(),
+            hopper.make_smem_layout_a(row, shape_v, dtype, 1),
+            hopper.make_smem_layout_b(row, shape_v, dtype, self.stages),
+            of_row,
+            of_row,
+            hopper.make_smem_layout_epi(dtype, row, (rows_of_keys, self.d), self.consumers),
+            hopper.make_smem_layout_epi(dtype, row, (rows_of_keys, self.dv), self.consumers),
+        )
+        shapes = (
+            (self.tile_q, self.d), (self.tile_k, self.d), (self.tile_k, self.dv), (self.tile_q, self.dv),
+            (self.tile_q, 1), (self.tile_q, 1), (rows_of_keys, self.d), (rows_of_keys, self.dv),
+        )  # fmt: skip
+        inputs, gradients = self._as_moved(inputs, gradients, sizes)
+        rows = [by_query(m) for m in rows]
+        moved = tma_copies((*inputs, *rows, *gradients), layouts, shapes, stored=2)
+        of_ds = self._layout_of_ds(dtype)
+        mmas = mma_s, mma_s, mma_dk, mma_dv, mma_dq, mma_dq
+        self.kernel(mmas, (moved, layouts), of_ds, self._added(mSums), (mParts, mTurns), tuple(sizes)).launch(
+            grid=[self._ctas(sizes) * self.parts(mParts, sizes), 1, 1],
+            block=[WARPGROUP * (1 + self.consumers), 1, 1],
+            stream=stream,
+            min_blocks_per_mp=1,
+        )
+
+    def _mmas(self, dtype):
+        """Of scores, dk, dv and dq."""
+        across = OperandMajorMode.MN
         of_ds = OperandMajorMode.K if self.by_queries else across
         mma_dq = hopper.make_trivial_tiled_mma(
             dtype,
@@ -100,34 +130,12 @@ class OnePassBackward(SumsOfTiles, KeysBackward):
             (self.consumers // self.sharing, self.sharing, 1),
             (MMA_M, self.d // self.sharing),
         )
-        shape_k, shape_v = (self.tile_k, self.tile_q, self.d), (self.tile_k, self.tile_q, self.dv)
-        of_row = cute.make_layout((self.tile_q, 1, self.stages))
-        layouts = (
-            hopper.make_smem_layout_b(row, shape_k, dtype, self.stages),
-            self._layout_of_keys(),
-            hopper.make_smem_layout_a(row, shape_v, dtype, 1),
-            hopper.make_smem_layout_b(row, shape_v, dtype, self.stages),
-            of_row,
-            of_row,
-            hopper.make_smem_layout_epi(dtype, row, (MMA_M, self.d), self.consumers),
-            hopper.make_smem_layout_epi(dtype, row, (MMA_M, self.dv), self.consumers),
-        )
-        shapes = (
-            (self.tile_q, self.d), (self.tile_k, self.d), (self.tile_k, self.dv), (self.tile_q, self.dv),
-            (self.tile_q, 1), (self.tile_q, 1), (MMA_M, self.d), (MMA_M, self.dv),
-        )  # fmt: skip
-        inputs, gradients = self._as_moved(inputs, gradients, sizes)
-        rows = [by_query(m) for m in rows]
-        moved = tma_copies((*inputs, *rows, *gradients), layouts, shapes, stored=2)
-        shape_ds = (self.tile_q, 0, self.tile_k) if self.by_queries else (self.tile_k, 0, self.tile_q)
-        of_ds = hopper.make_smem_layout_a(row, shape_ds, dtype, self.tiles_of_ds)
-        mmas = mma_s, mma_s, mma_dk, mma_dv, mma_dq, mma_dq
-        self.kernel(mmas, (moved, layouts), of_ds, self._added(mSums), (mParts, mTurns), tuple(sizes)).launch(
-            grid=[self._ctas(sizes) * self.parts(mParts, sizes), 1, 1],
-            block=[WARPGROUP * (1 + self.consumers), 1, 1],
-            stream=stream,
-            min_blocks_per_mp=1,
-        )
+        mma_s = (mma_of_kept if self.keeps else mma_of_scores)(dtype, self.tile_q)
+        return mma_s, mma_of_weights(dtype, self.d), mma_of_weights(dtype, self.dv), mma_dq
+
+    def _layout_of_ds(self, dtype):
+        shape = (self.tile_q, 0, self.tile_k) if self.by_queries else (self.tile_k, 0, self.tile_q)
+        return hopper.make_smem_layout_a(LayoutEnum.ROW_MAJOR, shape, dtype, self.tiles_of_ds)
 
     @property
     def of_keys(self):
@@ -436,6 +444,34 @@ class OnePassBackward(SumsOfTiles, KeysBackward):
             cute.autovec_copy(cute.make_tensor(rDq.iterator, cute.make_layout(own.shape)), own)
             cute.arch.fence_view_async_shared()
             cute.arch.barrier_arrive(barrier_id=FULL + 2 * share, number_of_threads=threads + WARP)
+
+        return add
+
+
+class AddedByThreads:
+    """Of kernels in one pass: threads add dq to the sums in memory from registers, in no order."""
+
+    def _added(self, mSums):
+        return mSums
+
+    def _place_of_sums(self, added, smem):
+        return added
+
+    def _add(self, sums, mTurns, keys, sizes):
+        """No warp adds."""
+
+    def _adder(self, sums, tidx):
+        """A function that adds a thread's part of dq to the sums of a tile: two rows of two columns at once."""
+        threads, own = self.consumers * WARPGROUP // self.shares, tidx * TOGETHER
+        if self.shares > 1:
+            own = tidx // threads * (self.tile_q * self.d // self.shares) + tidx % threads * TOGETHER
+        step = threads * TOGETHER * Float32.width // 8
+
+        def add(rDq, tile, queries, sizes):
+            place = (sizes.first_slots[0] + queries) * self.tile_q, 0, tile.head, self._batch(tile, sizes)
+            address = address_of(sums, place, own)
+            for block in range(cute.size(rDq) // TOGETHER):
+                add_four(address + step * block, [rDq[TOGETHER * block + i] for i in range(TOGETHER)])
 
         return add
 

@@ -9,7 +9,7 @@ from cutlass.cutlass_dsl import dsl_user_op
 from cute_ops.kernels.attention.config import MMA_ROWS
 from cute_ops.kernels.attention.tiles import Sizes, address_of, row_at
 from cute_ops.kernels.lib.copy import fragment, load, store
-from cute_ops.kernels.tensor_core.sizes import WARP
+from cute_ops.kernels.tensor_core.sizes import MMA_M, WARP, WARPGROUP
 
 CHUNK = 8  # elements of a row that a thread rounds
 THREADS = 256  # of a CTA that rounds
@@ -54,11 +54,12 @@ class SumsOfTiles:
         width: columns of sums.
         axis: whether tiles are of queries, 0, or of keys, 1.
         sharing: warpgroups that share the columns of a tile.
+        apart: rows between two of which a thread has numbers side by side.
         shares: parts of a tile that lie behind one another, each a warpgroup's: of its columns where they are shared,
             else of its rows; or 1.
     """
 
-    axis, sharing, shares = 0, 1, 1
+    axis, sharing, shares, apart = 0, 1, 1, 8
 
     @property
     def width(self):
@@ -92,16 +93,17 @@ class SumsOfTiles:
         pair_index, chunk = index // (self.width // CHUNK), Int32(index % (self.width // CHUNK))
         if index < pairs:
             pair, head, which = row_at(pair_index, length // 2, heads)
-            row, last = pair // 8 * MMA_ROWS + pair % 8, batches
+            apart = self.apart
+            row, last = pair // apart * (2 * apart) + pair % apart, batches
             rows, batches = self._load_rows(mSums, (row, head, which), chunk), batches // len(outs)
             if const_expr(parts is not None):
                 for part in cutlass.range(1, parts, unroll=1):
                     for rX, rMore in zip(rows, self._load_rows(mSums, (row, head, part * last + which), chunk)):
                         rX.store(rX.load() + rMore.load())
             for i, rX in enumerate(rows):
-                token, given = row + 8 * i, row + 8 * i < Int32(outs[0].shape[0])
+                token, given = row + apart * i, row + apart * i < Int32(outs[0].shape[0])
                 if const_expr(packed is not None):
-                    token, given = self.tiles.token_of(row + 8 * i, Sizes(*packed), self.axis)
+                    token, given = self.tiles.token_of(row + apart * i, Sizes(*packed), self.axis)
                 for j, (mOut, scale) in enumerate(zip(outs, (self.scale, 1.0))):
                     if given & (which // batches == j) & (chunk < mOut.shape[1] // CHUNK):
                         rOut = fragment(mOut.element_type, CHUNK)
@@ -138,18 +140,49 @@ class PartsOfKeys(SumsOfTiles):
     def __init__(self, tiles, d, scale):
         self.tiles, self.d, self.scale = tiles, d, scale
 
+    @property
+    def threads(self):
+        """That have a tile."""
+        return self.tiles.tile_k // MMA_ROWS * WARP
+
     def put(self, mParts, gradients, place, thread):
         """Write a part of a tile. ``place``: the tile, the head, and the number of the first gradient's batch and of
         the other's.
         """
         tile, head, batches = place
-        threads, rX = self.tiles.tile_k // MMA_ROWS * WARP, fragment(Float32, TOGETHER)
+        rX = fragment(Float32, TOGETHER)
         for rSums, batch in zip(gradients, batches):
             address = address_of(mParts, (tile * self.tiles.tile_k, 0, head, batch), thread * TOGETHER)
             for block in range(cute.size(rSums) // TOGETHER):
                 for i in range(TOGETHER):
                     rX[i] = rSums[TOGETHER * block + i]
-                store(rX, address + block * (threads * TOGETHER * Float32.width // 8))
+                store(rX, address + block * (self.threads * TOGETHER * Float32.width // 8))
+
+
+class PartsByColumns(PartsOfKeys):
+    """:class:`PartsOfKeys` of gradients that warpgroups have transposed: each of them that of half of a tile's keys."""
+
+    apart = 1
+
+    @property
+    def threads(self):
+        return 2 * WARPGROUP
+
+    def _load_rows(self, mSums, at, chunk):
+        """A chunk of two neighbouring rows, which eight threads have: of each two columns, 8 apart, of both."""
+        row, head, which = at
+        keys, place = self.tiles.tile_k // 2, row % self.tiles.tile_k
+        part, column, own = chunk * CHUNK // MMA_M, chunk * CHUNK % MMA_M, place % keys
+        thread = place // keys * WARPGROUP + column // MMA_ROWS * WARP + own % 8 // 2
+        number = (part * (keys // 8) + own // 8) * (2 * WARPGROUP) + thread
+        at = row - place, 0, head, which
+        first = address_of(mSums, at, number * TOGETHER + column % MMA_ROWS // 8 * 2)
+        rows, rX = [fragment(Float32, CHUNK) for _ in range(2)], fragment(Float32, 2)
+        for i in range(CHUNK):
+            load(rX, first + i * (WARP // 8 * TOGETHER * Float32.width // 8))
+            for j in range(2):
+                rows[j][i] = rX[j]
+        return rows
 
 
 def elements_of(m):

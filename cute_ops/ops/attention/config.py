@@ -40,6 +40,8 @@ KEYS = {64: (128, 3), 128: (128, 2), 192: (96, 2), 256: (80, 2)}
 # In one pass, by the elements of a head: queries and slots of CTAs with keys of their own, keys and slots of others.
 ONE_PASS = {64: (64, 3), 80: (64, 3), 96: (64, 3), 112: (64, 2), 128: (64, 2)}
 TALL = (128, 2)  # of heads of 64, where scores are plain
+# Heads of so many elements of which CTAs with keys of their own have 96; queries and slots.
+WIDE_HEADS, KEYS_OF_WIDE, OF_WIDE = 192, 96, (64, 2)
 ONE_PASS_OF_QUERIES = {192: (64, 2), 256: (64, 1)}
 COLUMNS = 64  # of such a head, at least, and a divisor
 # By the most elements of a head, keys and slots of the gradient of queries, then queries and slots of that of keys and
@@ -144,13 +146,21 @@ def attention_bwd(own: mods.Own, problem: Problem) -> AttentionBackwardConfig:
             for name, warps, tile, stages in choices
         )
         return _that_fits(configs, problem)
-    if d == e and size in ONE_PASS:
-        of_keys = TALL if _is_tall(own, problem) else ONE_PASS[size]
+    of_keys = _tile_of_queries(own, problem)
+    if d == e and of_keys:
         return AttentionBackwardConfig(*tiles[:2], *of_keys, "keys", 0, *changes)
     if one_pass and size > max(ONE_PASS) and not (d % COLUMNS or e % COLUMNS):
         of_queries = _of_size(ONE_PASS_OF_QUERIES, problem)
         return AttentionBackwardConfig(*of_queries, *tiles[2:], "queries", 0, *changes)
     return AttentionBackwardConfig(*tiles, "", 0, *changes)
+
+
+def _tile_of_queries(own: mods.Own, problem: Problem) -> tuple[int, int] | None:
+    """Queries and slots of CTAs with keys of their own in one pass; None where there are none."""
+    size = _headdim(problem)
+    if size == WIDE_HEADS:
+        return None if problem.attrs["deterministic"] else OF_WIDE
+    return TALL if _is_tall(own, problem) else ONE_PASS.get(size)
 
 
 def _is_tall(own: mods.Own, problem: Problem) -> bool:
@@ -231,13 +241,18 @@ def workspace_bwd(own: mods.Own, problem: Problem, config: Config) -> dict[str, 
         sums = Array((2 * problem.m, dims["g"], keys, _headdim(problem)), "float32")
     of_rows = Array((*rows, length), "float32")
     first = _tables(own, problem, {"queries": chosen.block, "keys": chosen.tile_k})
-    second = _tables(own, problem, {"queries": chosen.tile_q, "keys": chosen.block})
+    second = _tables(own, problem, {"queries": chosen.tile_q, "keys": _block_of_keys(problem, chosen)})
     return {
         "delta": of_rows, "logs": of_rows if chosen.one_pass == "keys" else None, "sums": sums, "parts": of_parts,
         "turns": turns,
         **(dict.fromkeys(first) if chosen.one_pass == "keys" else first),
         **{f"{name}_2": None if chosen.one_pass == "queries" else table for name, table in second.items()},
     }  # fmt: skip
+
+
+def _block_of_keys(problem: Problem, config: AttentionBackwardConfig) -> int:
+    """Keys of a CTA with keys of its own."""
+    return KEYS_OF_WIDE if config.one_pass == "keys" and _headdim(problem) == WIDE_HEADS else config.block
 
 
 def _window(problem: Problem) -> int | None:
@@ -250,11 +265,12 @@ def _window(problem: Problem) -> int | None:
 
 def _parts_of_keys(own: mods.Own, problem: Problem, config: AttentionBackwardConfig) -> Array:
     """Gradients of keys and values of so many parts of the heads that share them that all SMs have work to the end."""
-    dims, blocks = problem.dims, _blocks(problem, "t", config.block)
+    block = _block_of_keys(problem, config)
+    dims, blocks = problem.dims, _blocks(problem, "t", block)
     heads, window = int(problem.m * dims["g"]), _window(problem)
     sequences = max(dims["b"], 1) if _is_packed(problem) else 1  # of which only the mean length is known
     queries = dims["s"] // sequences
-    seen = queries if window is None else min(queries, window + config.block)
+    seen = queries if window is None else min(queries, window + block)
     falls = blocks // sequences if _mask(own, problem)[0] and window is None else 0
     of_head = dims["s"] * dims["r"] * ITEMSIZE["bfloat16"] * (dims["d"] + dims["e"])
     together, slots = max(HELD_BYTES // max(of_head, 1), 1), max(problem.sm_count, 1)
@@ -272,7 +288,7 @@ def _parts_of_keys(own: mods.Own, problem: Problem, config: AttentionBackwardCon
         parts = min((n for n in PARTS if n <= most), key=time)
     if parts == 1 or time(parts) > WORTH_PARTS * time(1):
         return Array((1, 1, 1, 4), "float32")
-    return Array((parts * 2 * problem.m, dims["g"], blocks * config.block, dims["d"]), "float32")
+    return Array((parts * 2 * problem.m, dims["g"], blocks * block, dims["d"]), "float32")
 
 
 @lru_cache(1024)

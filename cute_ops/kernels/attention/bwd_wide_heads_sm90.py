@@ -1,0 +1,195 @@
+"""All gradients of attention from scores that are computed once, of heads of 192 elements on Hopper."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.pipeline import PipelineUserType, make_pipeline_state
+from cutlass.tensor_utils import LayoutEnum
+from cutlass.utils import hopper_helpers as hopper
+
+from cute_ops.kernels.attention.bwd_in_parts_sm90 import OnePassInParts
+from cute_ops.kernels.attention.bwd_one_pass_sm90 import DS, AddedByThreads
+from cute_ops.kernels.attention.bwd_queries_sm90 import OWN, READ, store_if_first
+from cute_ops.kernels.attention.products import multiply
+from cute_ops.kernels.attention.softmax import by_row, store_packed
+from cute_ops.kernels.attention.sums import PartsByColumns
+from cute_ops.kernels.attention.tiles import first_row, partition, place_of, transposed
+from cute_ops.kernels.tensor_core.sizes import MMA_M, WARPGROUP
+
+
+class WideHeadsBackward(AddedByThreads, OnePassInParts):
+    """What :class:`OnePassBackward` computes, of heads of 192 elements: by CTAs with 96 keys.
+
+    Tile: 64 queries and 96 keys, 48 of them for each of two warpgroups. Registers hold sums of dk and dv, transposed:
+    their rows are elements of the head, 64 at a time. Weights and ``ds`` are multiplied out of shared memory. Threads
+    add 96 columns of dq a warpgroup to the sums in memory, while the product that gives dk goes on.
+    :class:`LongHeadsBackward` adds half as much again to memory: 14 x 2193 with 16 heads take 4649 us instead of 5188.
+    Shared memory: ``96 x (d + dv)`` keys and values, whose place the results take; ``stages`` slots of ``64 x (d +
+    dv)`` queries and cotangents, and of ``64 x 96`` weights and as many of ``ds``.
+    """
+
+    tile_k, reads_early, shares, adds_first = 96, False, 1, True
+
+    @property
+    def tiles_of_ds(self):
+        """Weights of each stage, then ds of each stage."""
+        return 2 * self.stages
+
+    @property
+    def own_keys(self):
+        """Keys of a warpgroup."""
+        return self.tile_k // self.consumers
+
+    @property
+    def of_keys(self):
+        return PartsByColumns(self.tiles, self.d, self.scale)
+
+    def _mmas(self, dtype):
+        by_rows, across, side_by_side = OperandMajorMode.K, OperandMajorMode.MN, (1, self.consumers, 1)
+
+        def mma(first, second, columns):
+            return hopper.make_trivial_tiled_mma(dtype, dtype, first, second, Float32, side_by_side, (MMA_M, columns))
+
+        of_keys = mma(across, across, self.own_keys)
+        return mma(by_rows, by_rows, self.own_keys), of_keys, of_keys, mma(by_rows, across, self.d // self.sharing)
+
+    def _layout_of_ds(self, dtype):
+        """Swizzled over as many columns as divide a warpgroup's."""
+        atom = hopper.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW32, dtype)
+        return cute.tile_to_shape(atom, (self.tile_q, self.tile_k, self.tiles_of_ds), order=(0, 1, 2))
+
+    def _place(self, tidx, tile, queries, sizes):
+        own = tile.block * self.tile_k + tidx // WARPGROUP * self.own_keys
+        return place_of(tidx % WARPGROUP, tile, (queries * self.tile_q, own, self.own_keys), sizes)
+
+    def _slots(self, slot):
+        return slot.index, 0
+
+    def _numbers(self, x, slot, tidx):
+        """Numbers of a thread's two rows as a function of row and column."""
+        first = first_row(tidx % WARPGROUP)
+        numbers = [x.s[first + 8 * r, 0, slot.index] for r in range(2)]
+        return lambda r, c: numbers[r]
+
+    @cute.jit
+    def _multiply(
+        self, rings: cutlass.Constexpr, mmas: cutlass.Constexpr, moved: cutlass.Constexpr, own: cutlass.Constexpr,
+        keys: cutlass.Constexpr, sizes: cutlass.Constexpr,
+    ):  # fmt: skip
+        (_, ring_k, ring_v, _), (_, mma_s, mma_dk, mma_dv, _, mma_dq) = rings, mmas
+        (q, k, v, dout, lse, delta, dk, dv), (sDs, sums, mParts) = moved, own
+        tidx = cute.arch.thread_idx()[0] - WARPGROUP
+        group = cute.arch.make_warp_uniform(tidx // WARPGROUP)
+        first_s, first_dk, first_dv, first_dq = (
+            mma.get_slice(group * WARPGROUP) for mma in (mma_s, mma_dk, mma_dv, mma_dq)
+        )
+        of_scores, of_weights = (
+            (mma_s.make_fragment_A(first_s.partition_A(a.s)), mma_s.make_fragment_B(first_s.partition_B(b.s)))
+            for a, b in ((q, k), (dout, v))
+        )
+        tKrQ = mma_dk.make_fragment_A(first_dk.partition_A(transposed(q.s)))  # (mma, d, m, stages)
+        tVrO = mma_dv.make_fragment_A(first_dv.partition_A(transposed(dout.s)))  # (mma, dv, m, stages)
+        tKrDs = mma_dk.make_fragment_B(first_dk.partition_B(transposed(sDs)))  # (mma, n, m, tiles)
+        tDrDs = mma_dq.make_fragment_A(first_dq.partition_A(sDs))  # (mma, m, n, tiles)
+        tDrK = mma_dq.make_fragment_B(first_dq.partition_B(transposed(k.s)))  # (mma, d, n, 1)
+        shape = mma_s.partition_shape_C((self.tile_q, self.tile_k))
+        rS, rP = (cute.make_rmem_tensor(shape, Float32) for _ in range(2))
+        halves = ((2, 2, 2), 1, self.own_keys // 16)
+        rWeights, rDs = (cute.make_rmem_tensor(halves, self.dtype) for _ in range(2))
+        rDk, rDv = (
+            cute.make_rmem_tensor(mma.partition_shape_C((width, self.tile_k)), Float32)
+            for mma, width in ((mma_dk, self.d), (mma_dv, self.dv))
+        )
+        for each in (rDk, rDv):
+            each.fill(0.0)
+        rDq = cute.make_rmem_tensor(mma_dq.partition_shape_C((self.tile_q, self.d)), Float32)
+        atom = hopper.get_smem_store_op(LayoutEnum.ROW_MAJOR, self.dtype, Float32)
+        writer = cute.make_tiled_copy_C(atom, mma_s).get_slice(tidx)
+
+        def put(rX, tile):
+            rows = cute.make_tensor(rX.iterator, cute.make_layout(shape))
+            cute.copy(writer, writer.retile(rows), writer.partition_D(sDs)[None, None, None, tile])
+
+        one = make_pipeline_state(PipelineUserType.Consumer, 1)
+        ring_k.consumer_wait(one)
+        ring_v.consumer_wait(one)
+        registers = rS, rP, rWeights, rDs, rDk, rDv, rDq
+        products = mmas, (of_scores, of_weights, (tKrQ, tKrDs), (tVrO, tKrDs), (tDrDs, tDrK))
+        given = lse, delta, put, self._adder(sums, tidx)
+        self._differentiate_all(rings, products, registers, given, (tidx, keys), sizes)
+        cute.arch.barrier(barrier_id=READ, number_of_threads=self.consumers * WARPGROUP)
+        self._finish((mma_dk, mma_dv), (rDk, rDv), (dk, dv, mParts), tidx, keys, sizes)
+
+    @cute.jit
+    def _differentiate(
+        self, registers: cutlass.Constexpr, products: cutlass.Constexpr, given: cutlass.Constexpr,
+        slot: cutlass.Constexpr, at: cutlass.Constexpr, sizes: cutlass.Constexpr,
+    ):  # fmt: skip
+        (rS, rP, rWeights, rDs, rDk, rDv, rDq), (ring_o, (lse, delta), put), (tidx, tile, queries) = (
+            registers,
+            given,
+            at,
+        )
+        of_scores, of_weights, (mma_dv, of_dv), (mma_dk, of_dk), (mmas, tDrDs, tDrK) = products
+        group, of_ds = cute.arch.make_warp_uniform(tidx // WARPGROUP), self.stages + slot.index
+        ring_o.consumer_wait(slot)
+        multiply(of_scores, *of_weights, rP, self._slots(slot))
+        place = self._place(tidx, tile, queries, sizes)
+        whole = self.tiles.whole(tile, sizes, queries, tile.block)
+        rest = self.tiles.rest_of(tile, sizes, queries, tile.block)
+        self.weights.of_scores(rS, rWeights, place, self._numbers(lse, slot, tidx), whole, rest)
+        put(rWeights, slot.index)
+        cute.arch.fence_view_async_shared()
+        cute.arch.barrier(barrier_id=OWN + group, number_of_threads=WARPGROUP)
+        multiply((mma_dv, mma_dv), *of_dv, rDv, (slot.index, slot.index))
+        of_row = self._numbers(delta, slot, tidx)
+        warpgroup.wait_group(1)
+        self._cotangents_of_scores(rS, rP, of_row)
+        store_packed(rS, rDs)
+        put(rDs, of_ds)
+        cute.arch.fence_view_async_shared()
+        cute.arch.barrier(barrier_id=DS, number_of_threads=self.consumers * WARPGROUP)
+        multiply(mmas, tDrDs, tDrK, rDq, (of_ds, 0))
+        multiply((mma_dk, mma_dk), *of_dk, rDk, (slot.index, of_ds))
+
+    def _cotangents_of_scores(self, rS, rP, of_row):
+        scores, cotangents = by_row(rS), by_row(rP)
+        for r in range(2):
+            for c in range(self.own_keys // 4):
+                scores[r, c] = scores[r, c] * (cotangents[r, c] - of_row(r, c))
+
+    @cute.jit
+    def _finish(
+        self, mmas: cutlass.Constexpr, sums: cutlass.Constexpr, gradients: cutlass.Constexpr, tidx: Int32,
+        keys: cutlass.Constexpr, sizes: cutlass.Constexpr,
+    ):  # fmt: skip
+        (rDk, rDv), (dk, dv, mParts), (part, parts) = sums, gradients, sizes.part
+        if parts > 1:
+            batches = Int32(mParts.shape[3]) // (2 * parts)
+            first = 2 * part * batches + self._batch(keys, sizes)
+            place = sizes.first_slots[1] + keys.block, keys.head, (first, first + batches)
+            self.of_keys.put(mParts, (rDk, rDv), place, tidx)
+        else:
+            self._store_columns(rDk, dk, (tidx, keys, self.scale, self.d), sizes.rows[1])
+            self._store_columns(rDv, dv, (tidx, keys, 1.0, self.dv), sizes.rows[1])
+
+    def _store_columns(self, rX, out, at, rows):
+        """Store a warpgroup's columns, scaled, which are rows of the result; see :func:`store_rows`."""
+        tidx, tile, scale, width = at
+        group = cute.arch.make_warp_uniform(tidx // WARPGROUP)
+        for i in range(cute.size(rX)):
+            rX[i] = rX[i] * Float32(scale)
+        rOut = cute.make_rmem_tensor_like(rX, self.dtype)
+        rOut.store(rX.load().to(self.dtype))
+        across = OperandMajorMode.MN
+        mma = hopper.make_trivial_tiled_mma(
+            self.dtype, self.dtype, across, across, Float32, (1, 1, 1), (MMA_M, self.own_keys)
+        )
+        atom = hopper.get_smem_store_op(LayoutEnum.COL_MAJOR, self.dtype, Float32)
+        copy = cute.make_tiled_copy_C(atom, mma).get_slice(tidx % WARPGROUP)
+        cute.copy(copy, copy.retile(rOut), copy.partition_D(transposed(out.s))[None, None, None, group])
+        cute.arch.fence_view_async_shared()
+        cute.arch.barrier(barrier_id=OWN + group, number_of_threads=WARPGROUP)
+        tOsO, tOgO = partition(out, (self.own_keys, width), (None, 0, tile.head, tile.batch), rows)
+        store_if_first(out, tOsO[None, group], tOgO[None, tile.block * self.consumers + group], tidx)
