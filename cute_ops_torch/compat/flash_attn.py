@@ -44,7 +44,7 @@ def flash_attn_func(
         ``out``; with ``return_attn_probs`` ``(out, lse, None)``: there are no probabilities without dropout, as there.
     """
     only("flash_attn_func", dropout_p=(dropout_p, 0.0))
-    out, lse = _attend(
+    out, lse = attend(
         q, k, v, softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
         alibi_slopes=alibi_slopes, deterministic=deterministic,
     )  # fmt: skip
@@ -97,7 +97,7 @@ def flash_attn_varlen_func(
     if block_table is not None:
         lengths = cu_seqlens_k[1:] - cu_seqlens_k[:-1]
         where = {"cu_seqlens_q": cu_seqlens_q, "lengths": lengths, "page_table": block_table}
-    out, lse = _attend(
+    out, lse = attend(
         q, k, v, where, softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
         alibi_slopes=alibi_slopes, deterministic=deterministic,
     )  # fmt: skip
@@ -131,12 +131,12 @@ def flash_attn_varlen_qkvpacked_func(
     return flash_attn_varlen_func(q, k, v, *rest)
 
 
-def _attend(
+def attend(
     q: Tensor, k: Tensor, v: Tensor, where: Mapping[str, Any] = MappingProxyType({}), *,
     softmax_scale: float | None, causal: bool, window_size: tuple[int, int], softcap: float,
-    alibi_slopes: Tensor | None, deterministic: bool = False,
+    alibi_slopes: Tensor | None, deterministic: bool = False, sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """``where`` are the arguments of :func:`cute_ops_torch.attention` that say where sequences lie."""
+    """``out`` and lse. ``where`` are the arguments of :func:`cute_ops_torch.attention` that say where sequences lie."""
     _check_scale(softmax_scale)
     size, values = q.shape[-1], v.shape[-1]
     if padded := bool(size % MULTIPLE or values % MULTIPLE):
@@ -145,6 +145,7 @@ def _attend(
         q,
         k,
         v,
+        sinks,
         scale=(size**-0.5 if size % MULTIPLE else 0.0) if softmax_scale is None else softmax_scale,
         causal=causal,
         left=window_size[0],
@@ -228,7 +229,7 @@ def flash_attn_with_kvcache(
         )
     left, right = (int(side) for side in window_size)  # a tensor of two numbers, too
     if q.shape[1] > MOST_QUERIES or not (causal or right == 0 or q.shape[1] == 1):
-        out, lse = _attend(
+        out, lse = attend(
             q, k_cache, v_cache, {"lengths": cache_seqlens, "page_table": block_table}, softmax_scale=softmax_scale,
             causal=causal, window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes,
         )  # fmt: skip

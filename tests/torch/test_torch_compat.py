@@ -14,20 +14,22 @@ import pytest
 import torch
 
 import cute_ops_torch
-from cute_ops_torch.compat import causal_conv1d, flash_attn, liger, liger_chunked_loss, quack
+from cute_ops_torch.compat import causal_conv1d, flash_attn, flash_attn_cute, liger, liger_chunked_loss, quack
 from tests.torch.compat_checks import drawn
 
-# What `liger_kernel` 0.8.5, `quack-kernels` 0.6.5, `flash-attn` 2.8.3 and `causal-conv1d` 1.7.0 publish.
+# What `liger_kernel` 0.8.5, `quack-kernels` 0.6.5, `flash-attn` 2.8.3, `flash-attn-4` 4.0.0b36 and `causal-conv1d`
+# 1.7.0 publish.
 RECORDED = (Path(__file__).parent / "compat_signatures.txt").read_text(encoding="utf-8").splitlines()
 OURS = {
     "liger": liger, "liger_chunked_loss": liger_chunked_loss, "quack": quack, "flash_attn": flash_attn,
-    "causal_conv1d": causal_conv1d,
+    "flash_attn_cute": flash_attn_cute, "causal_conv1d": causal_conv1d,
 }  # fmt: skip
 THEIRS = {
     "liger": ("liger_kernel", "transformers/*.py"),
     "liger_chunked_loss": ("liger_kernel", "chunked_loss/*.py"),
     "quack": ("quack", "*.py"),
     "flash_attn": ("flash_attn", "flash_attn_interface.py"),
+    "flash_attn_cute": ("flash_attn.cute", "interface.py"),
     "causal_conv1d": ("causal_conv1d", "*.py"),
 }
 Parameters = list[tuple[str, Any]]
@@ -81,7 +83,7 @@ def test_every_name_is_recorded() -> None:
 def test_the_record_is_what_is_installed(library: str) -> None:
     """Read, not imported: quack changes the DSL when it is imported, and some need a GPU."""
     package, files = THEIRS[library]
-    spec = importlib.util.find_spec(package)
+    spec = importlib.util.find_spec(package) if importlib.util.find_spec(package.partition(".")[0]) else None
     if spec is None or spec.origin is None:
         pytest.skip(f"{package} is not installed")
     published: dict[str, list[Parameters]] = {}
@@ -110,7 +112,7 @@ def test_modules_are_found_and_what_is_missing_is_named() -> None:
     cases: list[tuple[Any, str, str]] = [
         (cute_ops_torch.compat, "flash_atn",
          "module 'cute_ops_torch.compat' has no attribute 'flash_atn' (did you mean flash_attn?); there are "
-         "causal_conv1d, flash_attn, liger, liger_chunked_loss, quack"),
+         "causal_conv1d, flash_attn, flash_attn_cute, liger, liger_chunked_loss, quack"),
         (causal_conv1d, "causal_conv1d_ref",
          "module 'cute_ops_torch.compat.causal_conv1d' has no attribute 'causal_conv1d_ref' (did you mean "
          "causal_conv1d_fn?); there are causal_conv1d_fn, causal_conv1d_update, causal_conv1d_varlen_states"),
@@ -165,6 +167,14 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
      "flash_attn: softmax_scale=0.0 is not implemented, only positive numbers and None."),
     (lambda: flash_attn.flash_attn_with_kvcache(Q, Q, Q, cache_leftpad=TARGET, block_table=TARGET), ValueError,
      "flash_attn_with_kvcache: cache_batch_idx and cache_leftpad are for caches without block_table."),
+    (lambda: flash_attn_cute.flash_attn_func(Q, Q, Q, mask_mod=0), NotImplementedError,
+     "flash_attn_func: mask_mod=0 is not implemented, only mask_mod=None."),
+    (lambda: flash_attn_cute.flash_attn_func(Q, Q, Q, window_size=(None, -1)), NotImplementedError,
+     "flash_attn_func: window_size=(None, -1) is not implemented, only None and numbers from 0 on."),
+    (lambda: flash_attn_cute.flash_attn_varlen_func(Q, Q, Q, seqused_q=TARGET), NotImplementedError,
+     "flash_attn_varlen_func: seqused_q=int64[6] is not implemented, only seqused_q=None."),
+    (lambda: flash_attn_cute.flash_attn_varlen_func(Q, Q, Q, cu_seqlens_k=TARGET), NotImplementedError,
+     "flash_attn_varlen_func: cu_seqlens_k without cu_seqlens_q is not implemented."),
     (lambda: causal_conv1d.causal_conv1d_fn(Q[0], ONE, activation="gelu"), NotImplementedError,
      "causal_conv1d_fn: activation='gelu' is not implemented, only None, 'silu', 'swish'."),
     (lambda: causal_conv1d.causal_conv1d_update(drawn(2, 8), drawn(2, 8, 2), drawn(8, 4)), ValueError,
@@ -187,6 +197,10 @@ CALLS: dict[str, tuple[Callable[..., torch.Tensor], tuple[torch.Tensor, ...]]] =
     ),
     "quack": (lambda x, r: quack.rmsnorm(x, WEIGHT, residual=r, prenorm=True)[0], (X, X.flip(0))),
     "flash_attn": (lambda q: flash_attn.flash_attn_func(q, q, q, alibi_slopes=ONE[:4]), (drawn(1, 5, 4, 24),)),
+    "flash_attn_cute": (
+        lambda q: flash_attn_cute.flash_attn_func(q, q, q, window_size=(3, None), learnable_sink=ONE[:4])[0],
+        (drawn(1, 5, 4, 24),),
+    ),
     "causal_conv1d": (lambda x, w: causal_conv1d.causal_conv1d_fn(x, w, activation="silu"), (X, drawn(5, 4))),
 }  # fmt: skip
 

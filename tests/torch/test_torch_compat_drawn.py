@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 import cute_ops_torch
-from cute_ops_torch.compat import causal_conv1d, flash_attn, liger, liger_chunked_loss, quack
+from cute_ops_torch.compat import causal_conv1d, flash_attn, flash_attn_cute, liger, liger_chunked_loss, quack
 from tests.contract.test_training_drawn import of_pairs
 from tests.torch.compat_checks import alike
 
@@ -443,6 +443,55 @@ def flash_attention_packed(draw: Draw) -> None:
         alike(lambda *x: flash_attn.flash_attn_varlen_func(*x, *ends, *most, **options), theirs, q, k, v, **WIDE)
 
 
+def flash_attention_4(draw: Draw) -> None:
+    batch, groups, size = draw.randrange(1, 4), draw.randrange(1, 3), draw.choice([8, 16, 24])
+    heads, kind = groups * draw.randrange(1, 3), draw.choice(["rows", "packed", "paged", "lengths"])
+    s = [draw.randrange(1, 7)] * batch if kind == "rows" else [draw.randrange(1, 7) for _ in range(batch)]
+    t = [draw.randrange(1, 9)] * batch if kind == "rows" else [draw.randrange(1, 9) for _ in range(batch)]
+    side = lambda: draw.choice([None, *range(5)])  # noqa: E731
+    options = given(
+        draw, softmax_scale=lambda: 0.3, causal=lambda: True, window_size=lambda: (side(), side()),
+        softcap=lambda: 2.0, learnable_sink=lambda: normal(draw, heads),
+    )  # fmt: skip
+    more = {"return_lse": True, "num_splits": draw.randrange(3), "deterministic": draw.random() < 0.3}
+    q, k, v = normal(draw, sum(s), heads, size), *(normal(draw, sum(t), groups, size) for _ in range(2))
+    of_q, of_k = (torch.tensor([0, *each]).cumsum(0).int() for each in (s, t))
+
+    def theirs(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        own = options | {"window_size": [-1 if x is None else x for x in options.get("window_size", (-1, -1))]}
+        sink, outs, sums = own.pop("learnable_sink", None), [], []
+        for each in zip(q.split(s), k.split(t), v.split(t), strict=True):
+            out, lse = attended(*(x[None] for x in each), **own)
+            if sink is not None:
+                total = torch.logaddexp(lse, sink.to(lse.dtype)[:, None])
+                out, lse = out * (lse - total).exp().mT[..., None], total
+            outs.append(out[0])
+            sums.append(lse[0])
+        return torch.cat(outs), torch.cat(sums, -1)
+
+    if kind == "rows":
+        q, k, v = (x.unflatten(0, (batch, -1)) for x in (q, k, v))
+        ours: Any = lambda *x: flash_attn_cute.flash_attn_func(*x, **options, **more)  # noqa: E731
+        alike(
+            lambda *x: (lambda out, lse: (out.flatten(0, 1), lse.transpose(0, 1).flatten(1)))(*ours(*x)),
+            lambda *x: theirs(*(each.flatten(0, 1) for each in x)), q, k, v, **WIDE,
+        )  # fmt: skip
+    elif kind == "packed":
+        where = {"cu_seqlens_q": of_q, "cu_seqlens_k": of_k, "max_seqlen_q": draw.choice([None, max(s)])}
+        alike(
+            lambda *x: flash_attn_cute.flash_attn_varlen_func(*x, **where, **options, **more), theirs, q, k, v, **WIDE
+        )  # fmt: skip
+    else:
+        pools, table = _paged(draw, [x.split(t) for x in (k, v)], 9 if kind == "lengths" else draw.choice([1, 2, 4]))
+        where = {"cu_seqlens_q": of_q, "seqused_k": torch.tensor(t).int(), "page_table": table}
+        if kind == "lengths":  # a page is a row
+            pools = [pool[table[:, 0].long()] for pool in pools]
+            del where["page_table"]
+        found = flash_attn_cute.flash_attn_varlen_func(q, *pools, **where, **options, **more)
+        for each, wanted in zip(found, theirs(*(x.double() for x in (q, k, v))), strict=True):
+            torch.testing.assert_close(each.double(), wanted, **WIDE)
+
+
 def _paged(draw: Draw, sequences: list[Any], size: int) -> tuple[list[Tensor], Tensor]:
     """Pools of pages in a drawn order that hold some sequences, and the table of these."""
     counts = [-(-len(x) // size) for x in sequences[0]]
@@ -795,8 +844,8 @@ def liger_head_losses(draw: Draw) -> None:
 DRAWS = (
     liger_cross_entropy, liger_fused_linear_cross_entropy, quack_cross_entropy, quack_heads, norms,
     norms_of_heads_and_groups, pointwise, products, rotations, rotations_of_quack, flash_attention,
-    flash_attention_packed, flash_attention_with_a_cache, convolutions, steps_of_convolutions, liger_preferences,
-    liger_policies, liger_head_losses,
+    flash_attention_packed, flash_attention_4, flash_attention_with_a_cache, convolutions, steps_of_convolutions,
+    liger_preferences, liger_policies, liger_head_losses,
 )  # fmt: skip
 
 
