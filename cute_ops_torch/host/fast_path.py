@@ -20,6 +20,7 @@ from cute_ops_torch.host.compiled_call import CompiledCall
 from cute_ops_torch.host.guards import Call, GuardedCalls, Link, guarded, kinds
 from cute_ops_torch.host.launch import Launcher
 from cute_ops_torch.library.copies import for_a_node
+from cute_ops_torch.library.modes import modes
 from cute_ops_torch.library.mutation import refuse_gradients
 from cute_ops_torch.library.nodes import Nodes
 from cute_ops_torch.library.products import autocast
@@ -82,8 +83,8 @@ class FastPath:
         op, trained = self._op, call
         names = [name for name, t in zip(op.inputs, tensors, strict=True) if t is not None]
         given = ", ".join([*names, *op.scalars])
-        values: dict[str, Any] = {"_run": _run_of(call), "_ad": forward_ad}
-        conditions, result = ["_ad._current_level < 0"], f"_run({given})"
+        values: dict[str, Any] = {"_run": _run_of(call), "_ad": forward_ad, "_modes": modes}
+        conditions, result = ["not _modes()", "_ad._current_level < 0"], f"_run({given})"
         if any(t is not None and t.requires_grad for t in tensors) and not by_torch:
             values["_grad_enabled"] = torch.is_grad_enabled
             node = None if op.mutates else self._nodes.of(tensors, attrs[: len(op.attrs)])

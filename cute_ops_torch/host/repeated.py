@@ -14,7 +14,7 @@ import torch
 from cute_ops.declaration.tensor import Tensor
 from cute_ops_torch.host.guards import GuardedCalls, Link, guarded, kinds
 from cute_ops_torch.host.recorded import Record
-from cute_ops_torch.library.modes import EXACT, modes_active, wrapped
+from cute_ops_torch.library.modes import EXACT, modes, modes_active, wrapped
 from cute_ops_torch.library.products import autocast
 
 Call = Callable[..., Any]
@@ -76,10 +76,9 @@ def repeated(signature: Signature, run: Call, otherwise: Call) -> Call:
     def guard(tensors: Sequence[Any], repeat: Call) -> Link:
         names = ", ".join(name for name, t in zip(op.inputs, tensors, strict=True) if t is not None)
         every = ", ".join(op.inputs)
-        values = {"_run": repeat, "_grad_enabled": torch.is_grad_enabled}
-        return guarded(
-            op, tensors, (), ["not _grad_enabled()"], values, parameters=every, arguments=every, result=f"_run({names})"
-        )
+        values = {"_run": repeat, "_grad_enabled": torch.is_grad_enabled, "_modes": modes}
+        conditions = ["not _grad_enabled()", "not _modes()"]
+        return guarded(op, tensors, (), conditions, values, parameters=every, arguments=every, result=f"_run({names})")
 
     return call
 

@@ -8,6 +8,9 @@ from torch.autograd import forward_ad
 _C = torch._C
 # Types with the behaviour of a plain tensor. Other subclasses may override calls.
 EXACT = frozenset((torch.Tensor, torch.nn.Parameter))
+# How many modes see calls below autograd. Dynamo's guards, which compare dispatch keys, do not see those of selective
+# checkpoints and others that ignore what a compiler does inside.
+modes = _C._len_torch_dispatch_stack
 
 
 def wrapped(tensor: torch.Tensor) -> bool:
@@ -24,7 +27,7 @@ def modes_active() -> bool:
 def transforms_active() -> bool:
     """Whether calls of ops may be transformed: by modes, functorch, forward-mode AD or tracing."""
     return (
-        _C._len_torch_dispatch_stack() > 0
+        modes() > 0
         or _C._len_torch_function_stack() > 0
         or _C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0

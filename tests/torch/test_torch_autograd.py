@@ -155,6 +155,32 @@ def test_selective_checkpoint(op: Op, make_inputs: Callable[..., Any], policy: C
     assert count.calls == calls
 
 
+def test_selective_checkpoints_see_ops_that_ran_without_them() -> None:
+    """Their modes are none to Dynamo's guards, by which calls like earlier ones go past the dispatcher."""
+    rows = int(torch.randint(2, 99, ()))
+    x, norm, weight = (torch.randn(*shape, requires_grad=True) for shape in ((rows, 16), (16,), (8, 16)))
+    cute_ops_torch.rmsnorm_linear(x[:1], norm, weight)  # defines the op
+    overload, seen = torch.ops.cute.rmsnorm_linear.default, list[Any]()
+
+    def keep(ctx: Any, called: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        seen.append(called)
+        return CheckpointPolicy.MUST_SAVE if called is overload else CheckpointPolicy.MUST_RECOMPUTE
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        return cute_ops_torch.rmsnorm_linear(x, norm, weight)
+
+    contexts = partial(create_selective_checkpoint_contexts, keep)
+    expected = torch.autograd.grad(layer(x).sin().sum(), (x, norm, weight))
+    for warm in (True, False):
+        seen.clear()
+        rows += not warm
+        x = x if warm else torch.randn(rows, 16, requires_grad=True)
+        out = checkpoint(layer, x, use_reentrant=False, context_fn=contexts)
+        assert seen.count(overload) == 1 and torch.ops.cute.rmsnorm.default not in seen
+        expected = torch.autograd.grad(layer(x).sin().sum(), (x, norm, weight))  # between forward and backward
+        torch.testing.assert_close(torch.autograd.grad(out.sin().sum(), (x, norm, weight)), expected)
+
+
 @pytest.mark.feature("double backward and forward mode raise")
 def test_double_backward_raises(op: Op, make_inputs: Callable[..., Any]) -> None:
     tensors = leaves(make_inputs(op))
