@@ -40,6 +40,8 @@ class Block(Generic[Array]):
         """The last layer of a transformer's block, and the norm that comes next."""
         if self._products.converts():
             x, weight, residual = self._products.operands(x, weight, residual)
+        if self._products.tracing():
+            eps = self._products.number(eps)
         function = self._linear_add_rmsnorm(transposed)
         return function(x, weight, residual, norm_weight, eps, fused)  # type: ignore[no-any-return]
 
@@ -52,6 +54,8 @@ class Block(Generic[Array]):
         """The norm before a linear layer, the layer, and what happens to its product before that is stored."""
         if self._products.converts():
             x, weight = self._products.operands(x, weight)
+        if self._products.tracing():
+            eps = self._products.number(eps)
         layout, given = weight_shape(packed, transposed, halves, "rmsnorm_linear"), (x, weight, *operands)
         function, fitted = self._products.with_epilogue(_RMSNORM_LINEAR, epilogue, given, layout, save, attrs)
         return function(x, weight, *fitted, norm_weight, eps, fused)

@@ -80,6 +80,10 @@ class Products(ABC, Generic[Array]):
     def expanded(self, array: Any, fit: Fit) -> Any:
         """An operand, broadcast as it meets the product."""
 
+    def number(self, value: Any) -> Any:
+        """While a compiler traces: a number as a constant."""
+        return value
+
     def columns_to_vectors(self, x: Any, first: Any, w_down: Any, transposed: bool, fused: str) -> int:
         """Columns that an MLP's hidden layer lacks of whole vectors, if its rows are to begin at such."""
         return 0

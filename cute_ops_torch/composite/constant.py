@@ -12,6 +12,7 @@ import torch
 
 from cute_ops.declaration.op import Op
 from cute_ops_torch.composite.compile_guards import capture, captured, function_of, guard_zero, problem
+from cute_ops_torch.host.traced_constants import static
 from cute_ops_torch.registry import define
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -103,6 +104,7 @@ def number(value: Any) -> Any:
 
     Anything else, such as a member of an ``IntEnum``, as it is.
     """
+    value = static(value)
     if type(value) not in (bool, int, float):
         return value
     # Start-up time; torch.compile has imported them.

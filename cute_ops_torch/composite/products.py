@@ -17,6 +17,7 @@ from cute_ops.ops.gemm import by_call
 from cute_ops.ops.gemm.by_call import Epilogue
 from cute_ops_torch.composite.autocast import autocast, enabled
 from cute_ops_torch.composite.constant import attribute, constant, functions, guard, traced, whole
+from cute_ops_torch.host.traced_constants import static
 from cute_ops_torch.library.modes import EXACT, transforms_active
 from cute_ops_torch.library.tensors import array
 from cute_ops_torch.registry import define
@@ -34,7 +35,7 @@ class TorchProducts(Products[Tensor]):
 
     converts, tracing = staticmethod(enabled), staticmethod(torch.compiler.is_dynamo_compiling)
     spec, shape = staticmethod(array), staticmethod(lambda tensor: tuple(tensor.shape))
-    functions = staticmethod(functions)
+    functions, number = staticmethod(functions), staticmethod(static)
 
     def operands(self, *arrays: Tensor) -> tuple[Tensor, ...]:
         return autocast(*arrays)

@@ -11,6 +11,7 @@ import torch
 from cute_ops.ops.attention.attention import HALVES, attention, attention_packed
 from cute_ops_torch.composite.autocast import autocast, enabled
 from cute_ops_torch.composite.constant import constant
+from cute_ops_torch.host.traced_constants import static
 from cute_ops_torch.library.modes import EXACT
 from cute_ops_torch.library.supported import takes
 from cute_ops_torch.library.tensors import checked
@@ -56,6 +57,8 @@ def scaled_dot_product_attention(
     Returns:
         ``[*, heads, L, Ev]``, a view of memory that has positions before heads.
     """
+    if _compiling():
+        dropout_p, scale = static(dropout_p), static(scale)
     call = known = None
     if attn_mask is None and dropout_p == 0 and not (_compiling() or enabled()) and _are_plain(query, key, value):
         try:

@@ -29,7 +29,7 @@ FUNCTION = """
 def make({values}):
     def {name}({parameters}):
         {before}if _compiling() or _function_modes() or _profiled():
-            _out = _overload({arguments})
+            {constants}_out = _overload({arguments})
         else:
             try:
                 _known = _get({first}.shape) if type({first}) in _exact else None

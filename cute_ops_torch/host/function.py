@@ -20,6 +20,7 @@ from cute_ops_torch.host.fast_path import FastPath
 from cute_ops_torch.host.given_outputs import GivenOutputs
 from cute_ops_torch.host.launch import Launcher
 from cute_ops_torch.host.lists import ListCalls
+from cute_ops_torch.host.traced_constants import keep_constant
 from cute_ops_torch.library.modes import EXACT, modes_active, wrapped
 from cute_ops_torch.library.nodes import Nodes
 from cute_ops_torch.library.schema import parameters, resolver, takes_out
@@ -28,6 +29,12 @@ from cute_ops_torch.library.tensors import check_inputs
 Call = Callable[..., Any]
 # The default of a required argument. Python would refuse a call without it before it says which name was misspelt.
 _MISSING = ...  # which torch.compile knows, too
+
+# What torch.compile runs while it traces the function, in which the attributes are variables.
+_CONSTANTS = """if _compiling():
+                from torch._dynamo.comptime import comptime as _comptime
+                _comptime(_constants)
+            """
 
 _SYMBOLIC = torch.SymInt, torch.SymFloat, torch.SymBool
 
@@ -81,6 +88,9 @@ def make_function(
     header = parameters(op) if raw else f"{parameters(op, options=True, required='=_missing')}, **_others"
     arguments, before, first = ", ".join((*op.inputs, *op.keywords)), "", next(iter(op.inputs))
     returned = "_out" if op.outputs else "None"
+    constants = ""
+    if floats := [name for name, value in op.attrs.items() if isinstance(value, float)]:
+        values["_constants"], constants = keep_constant(floats), _CONSTANTS
     if not raw and (op.options or any(t.given or t.same_as or t.hidden for t in op.outputs.values())):
         values["_postprocess"] = postprocessing(op)
         returned = _postprocessed(op)
@@ -103,7 +113,7 @@ def make_function(
         before = f"if _more or _others:\n            _refuse(_more, _others)\n        {before}"
     make = codegen.maker(
         codegen.FUNCTION, op.name, values, name=op.name, parameters=header, before=before, first=first,
-        arguments=arguments, returned=returned,
+        arguments=arguments, constants=constants, returned=returned,
     )  # fmt: skip
     function = make(**values)
     function.__doc__, function.__module__, function.__qualname__ = op.doc, "cute_ops_torch", op.name

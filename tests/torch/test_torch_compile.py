@@ -12,6 +12,7 @@ import torch
 from torch._dynamo import compiled_autograd
 from torch._dynamo.utils import counters
 from torch._inductor.lowering import lowerings
+from torch.utils.checkpoint import checkpoint
 
 import cute_ops_torch
 from cute_ops import FLOATS, Op, Tensor, testing
@@ -243,6 +244,42 @@ def test_a_float_argument_as_an_attribute() -> None:
     x = torch.randn(4, 64)
     for eps in (1e-6, 0.5):
         torch.testing.assert_close(compiled(x, eps), cute_ops_torch.rmsnorm(x, eps=eps), rtol=1e-5, atol=1e-5)
+
+
+D = 16
+WEIGHT, SCALE = torch.randn(D, D, requires_grad=True), torch.ones(D, requires_grad=True)
+# Layers whose calls leave floats out.
+LAYERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "rmsnorm": lambda x: cute_ops_torch.rmsnorm(x, SCALE),
+    "layernorm": lambda x: cute_ops_torch.layernorm(x, SCALE, SCALE),
+    "attention": lambda x: cute_ops_torch.attention(x, x, x)[0],
+    "scaled_dot_product_attention": lambda x: cute_ops_torch.scaled_dot_product_attention(x, x, x),
+    "cross_entropy": lambda x: x * cute_ops_torch.cross_entropy(x.flatten(0, 2), torch.arange(24) % D).sum(),
+    "linear_cross_entropy": lambda x: x * cute_ops_torch.linear_cross_entropy(
+        x.flatten(0, 2), WEIGHT, torch.arange(24) % D
+    ),
+    "rmsnorm_linear": lambda x: cute_ops_torch.rmsnorm_linear(x, SCALE, WEIGHT),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.drawn(0.4)
+@pytest.mark.parametrize("name", LAYERS)
+def test_checkpointed_layers_share_no_symbol_of_a_default(name: str) -> None:
+    """Each is a graph of its own, and Dynamo makes symbols of floats under dynamic=True."""
+
+    def both(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            x = checkpoint(LAYERS[name], x, use_reentrant=False)
+        return x
+
+    compiled = torch.compile(both, backend="eager", fullgraph=True, dynamic=True)
+    for m in torch.randint(2, 6, (2,)).tolist():
+        x = torch.randn(m, 24 // 4, 4, D)[: 1 if "cross" in name else None].requires_grad_()
+        found, expected = compiled(x), both(x)
+        torch.testing.assert_close(found, expected)
+        for each in zip(*(torch.autograd.grad(out.sum(), x) for out in (found, expected)), strict=True):
+            torch.testing.assert_close(*each)
 
 
 @pytest.mark.slow
