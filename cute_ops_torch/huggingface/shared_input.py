@@ -95,7 +95,8 @@ class _Together:
 
 def projections(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
     """``x @ w.T + b`` for each weight and bias."""
-    if is_exporting():
+    trained = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *weights, *biases))
+    if is_exporting() or not trained:  # without a gradient Dynamo gives a Function's forward no context
         return tuple(nn.functional.linear(x, w, b) for w, b in zip(weights, biases, strict=True))
     return _Projections.apply(x, *weights, *biases)  # type: ignore[no-untyped-call, no-any-return]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import pytest
@@ -276,18 +277,36 @@ def test_outputs_of_a_model_that_ran_before_its_patch_are_kept_once() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dynamic", [None, True])
-def test_checkpointed_layers_of_a_graph_read_no_norm_of_the_next_layer(dynamic: bool | None) -> None:
+@pytest.mark.parametrize(("name", "dynamic"), [("ViT", None), ("ViT", True), ("Llama", True)])
+def test_checkpointed_layers_of_a_graph_read_no_norm_of_the_next_layer(name: str, dynamic: bool | None) -> None:
     """Each is a call in the graph, which has no names for tensors outside of it."""
     torch._dynamo.reset()
-    model, inputs = made(MODELS["ViT"])
+    model, inputs = made(MODELS[name])
     cute_ops_torch.patch(model)
     want = step(model, model, inputs)
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    found = step(torch.compile(model, backend="eager", fullgraph=True, dynamic=dynamic), model, inputs)
+    compiled = torch.compile(model, backend="eager", fullgraph=True, dynamic=dynamic)
+    if dynamic:
+        with torch.no_grad():  # a graph of its own, in which norms run alone
+            compiled(**inputs)
+    found = step(compiled, model, inputs)
     for got, each in zip(found, want, strict=True):
         assert (got - each).abs().max() <= 2e-2 * each.abs().max().clamp(min=1e-2)
     torch._dynamo.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.drawn(0.3)
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_graphs_without_gradients(name: str, frozen: bool) -> None:
+    torch._dynamo.reset()
+    model, inputs = made(MODELS[name])
+    cute_ops_torch.patch(model)
+    model.requires_grad_(not frozen)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with nullcontext() if frozen else torch.no_grad():
+        torch.testing.assert_close(compiled(**inputs).loss, model(**inputs).loss, rtol=2e-2, atol=0)
 
 
 def test_classes_of_a_patched_model_are_compiled_apart() -> None:
