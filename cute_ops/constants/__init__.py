@@ -6,6 +6,7 @@ must not return what was traced while a global had another value.
 """
 
 from cute_ops.constants.exact import Exact, Unknown, exact, of_attributes
+from cute_ops.constants.reads import steps
 from cute_ops.constants.state import constant, make_room, state, values
 
-__all__ = ["Exact", "Unknown", "constant", "exact", "make_room", "of_attributes", "state", "values"]
+__all__ = ["Exact", "Unknown", "constant", "exact", "make_room", "of_attributes", "state", "steps", "values"]

@@ -8,9 +8,11 @@ said of it.
 
 from __future__ import annotations
 
+import ast
 import builtins
 import dis
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import lru_cache, partial
 from types import CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple
@@ -60,6 +62,37 @@ def reads(function: Any) -> list[str]:
     found = _Reads()
     found.use(function, "_of")
     return [*found.texts]
+
+
+def steps(function: Any) -> Iterator[tuple[Any, Any, str]]:
+    """The objects that a callable reads, cells and dicts of globals too: with the attribute or index that it reads of
+    each, None for all, and how an error shows that.
+
+    Raises:
+        Unknown: it reads what has no key.
+    """
+    for text in reads(function):
+        for node in ast.walk(ast.parse(f"[{text}]", mode="eval")):
+            match node:
+                case ast.Attribute(value=of, attr=name):
+                    pass
+                case ast.Subscript(value=of, slice=ast.Constant(value=name)):
+                    pass
+                case ast.Starred(value=of):
+                    name = None
+                case _:
+                    continue
+            with suppress(Exception):  # a property raises
+                yield eval(ast.unparse(of), {"_of": function}), name, _variable(text, function) or _shown(text)
+
+
+def _variable(text: str, function: Any) -> str:
+    """The variable of a closure that an expression begins with; empty if it begins with something else."""
+    before, mark, after = text.rpartition(".__closure__[")
+    if not mark:
+        return ""
+    of = eval("_of" + before.partition("_of")[2], {"_of": function})  # without a star or `len(`
+    return f"`{of.__code__.co_freevars[int(after.partition(']')[0])]}`"
 
 
 def code_of(function: Any) -> CodeType | None:

@@ -17,7 +17,7 @@ from itertools import count
 from types import FunctionType, MethodType
 from typing import Any
 
-from cute_ops.constants import Exact, make_room, state
+from cute_ops.constants import Exact, Unknown, make_room, state, steps
 
 _numbers = count()
 # Functions by number. Those that a program holds are not kept alive: each entry is called for its function.
@@ -26,7 +26,7 @@ _last = _problem = ""
 
 
 class _MadeInside(Exception):
-    """An object has a state that exists only once the compiled code has run."""
+    """A function reads what exists only once the compiled code has run."""
 
 
 def capture(context: Any) -> None:
@@ -36,6 +36,7 @@ def capture(context: Any) -> None:
     graph = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output
     try:
         function = _real(graph, variable)
+        _refuse_changed(graph.side_effects, function)
     except _MadeInside as error:
         _problem = str(error)
         return
@@ -96,7 +97,51 @@ def _real(graph: Any, variable: Any) -> Any:
         function = getattr(variable, "fn", None) or variable.im_func.fn
         return MethodType(function, _real(graph, _realized(owner)))
     _fix_numbers(graph, variable)
-    return variable.value if hasattr(variable, "value") else variable.as_python_constant()
+    if hasattr(variable, "value"):
+        return variable.value
+    try:
+        return variable.as_python_constant()
+    except NotImplementedError:
+        raise _MadeInside(
+            "cute_ops_torch: an epilogue closes over an object that is made in a function that torch.compile compiles, "
+            "where what it holds cannot be read: make it outside, or let the epilogue close over the number."
+        ) from None
+
+
+def _refuse_changed(effects: Any, function: Any) -> None:
+    """Raise where the compiled code has changed what a function reads: torch.compile makes such changes when the graph
+    has run, and the function would read what was there before.
+    """
+    stored = {name for each, names in effects.store_attr_mutations.items() if _is_module(each) for name in names}
+    try:
+        read = steps(function)
+        for holder, name, said in read:
+            variable = effects.id_to_variable.get(id(holder))
+            if (isinstance(holder, dict) and name in stored) or (
+                variable is not None and _changes(effects, variable, name)
+            ):
+                raise _MadeInside(
+                    f"cute_ops_torch: an epilogue reads {said}, which is changed in a function that torch.compile "
+                    "compiles, where it cannot be read: change it outside, or let a function that is made there close "
+                    "over the number."
+                )
+    except Unknown:  # which is told
+        return
+
+
+def _is_module(variable: Any) -> bool:
+    """Whether a variable of Dynamo stands for globals."""
+    return type(variable).__name__ in ("NewGlobalVariable", "PythonModuleVariable")
+
+
+def _changes(effects: Any, variable: Any, name: Any) -> bool:
+    """Whether the compiled code has changed an attribute or an element of an object."""
+    if name in effects.store_attr_mutations.get(variable, ()):
+        return True
+    if effects.is_attribute_mutation(variable):
+        of_class = getattr(type(variable), "is_base_vt_modified", None)  # of a dict's or a list's subclass
+        return bool(of_class and of_class(variable, effects))
+    return variable.mutation_type is not None and bool(effects.is_modified(variable))
 
 
 def _fix_numbers(graph: Any, variable: Any) -> None:

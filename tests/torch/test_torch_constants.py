@@ -292,3 +292,83 @@ def test_an_object_that_is_changed_in_what_is_compiled_is_refused() -> None:
     torch._dynamo.reset()
     layer.scale = 2.0
     assert factor(torch.compile(change, backend="eager")(X, W), X @ W.T) == pytest.approx(5.0, rel=1e-5)
+
+
+def _with_cell() -> tuple[Callable[..., Any], Callable[[float], None]]:
+    k = 1.0
+
+    def change(number: float) -> None:
+        nonlocal k
+        k = number
+
+    return (lambda xp, x: x * k), change
+
+
+def _with_global() -> tuple[Callable[..., Any], Callable[[float], None]]:
+    def change(number: float) -> None:
+        global SCALE
+        SCALE = number
+
+    return (lambda xp, x: x * SCALE), change
+
+
+def _with_list() -> tuple[Callable[..., Any], Callable[[float], None]]:
+    held = [1.0]
+
+    def change(number: float) -> None:
+        held[0] = number
+
+    return (lambda xp, x: x * sum(held)), change
+
+
+def _with_object() -> tuple[Callable[..., Any], Callable[[float], None]]:
+    layer = Layer()
+
+    def change(number: float) -> None:
+        layer.scale = number
+
+    return (lambda xp, x: layer.epilogue(xp, x)), change
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [(_with_cell, "`k`"), (_with_global, "`SCALE`"), (_with_list, "`held`"), (_with_object, "`layer`")],
+)
+def test_what_compiled_code_changes_before_a_call_is_refused_or_seen(
+    make: Callable[[], Any], said: str, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dynamo makes such changes when a graph has run."""
+    monkeypatch.setitem(globals(), "SCALE", 1.0)
+    epilogue, change = make()
+    of_rows = ct.fused(epilogue)
+    first, second = torch.rand(2).add(1.0).tolist()
+
+    def layer(x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
+        outs = []
+        for number in (first, second):
+            change(number)
+            outs.append(of_rows(x) if fused else ct.linear(x, w, epilogue=epilogue))
+        return outs
+
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=f"an epilogue reads {said}, which is changed in"):
+        torch.compile(layer, fullgraph=True, backend="eager")(X, W)
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend="eager")
+    for _ in range(2):
+        for out, number in zip(compiled(X, W), (first, second), strict=True):
+            assert factor(out, X if fused else X @ W.T) == pytest.approx(number, rel=1e-5)
+
+
+def test_an_object_that_is_made_in_what_is_compiled_is_refused() -> None:
+    def layer(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        own = Layer()
+        return ct.linear(x, w, epilogue=lambda xp, acc: acc * own.scale)
+
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="closes over an object that is made in a function that"):
+        torch.compile(layer, fullgraph=True, backend="eager")(X, W)
+    torch._dynamo.reset()
+    assert factor(torch.compile(layer, backend="eager")(X, W), X @ W.T) == pytest.approx(2.0, rel=1e-5)
