@@ -38,8 +38,7 @@ def chosen(name: str, rows: int, n: int, wide: str = "float32") -> Any:
     [
         ("layernorm", 95_430, "float32", "persistent", 8), ("layernorm", 40_000, "float32", "persistent", 4),
         ("layernorm", 40_000, "bfloat16", "smem", 4), ("layernorm", 16_384, "float32", "smem", 1),
-        ("rmsnorm", 160_001, "float32", "persistent", 8), ("rmsnorm", 160_001, "bfloat16", "persistent", 16),
-        ("rmsnorm", 160_008, "bfloat16", "smem", 8), ("rmsnorm", 240_001, "bfloat16", "smem", 8),
+        ("rmsnorm", 160_001, "float32", "persistent", 8), ("rmsnorm", 160_001, "bfloat16", "smem", 8),
         ("rmsnorm", 60_001, "float32", "smem", 2),
         ("silu_mul_fp8", 60_001, "bfloat16", "one_pass", 8), ("silu_mul_fp8", 200_001, "bfloat16", "smem", 16),
     ],

@@ -116,10 +116,9 @@ WIDE_COLUMNS: Ladder[tuple[int, int]] = ((2 * VECTOR_BYTES, (4 * PERSISTENT_VECT
 WIDE_THREADS, WIDE_STAGES = {True: 704, False: 512}, {True: 5, False: 3}
 # Rows for which eight CTAs would be needed take sixteen, two to an SM, if these have at most so many threads. By
 # whether rows are aligned: vectors of a thread. 440 x 133448 runs at 0.845 of a copy's rate, by eight CTAs at 0.77;
-# 404 x 145298 at 0.82, at 0.79; from the start of a sector at 0.84. Also rows off half a vector with a narrow weight
-# that eight CTAs would hold in shared memory: 321 x 182455 runs at 0.83, by these at 0.76, 391 x 150002 at 0.81, 0.76.
-# By whether the weight is wide: the most threads.
-SIXTEEN_THREADS, WIDE_SIXTEEN_VECTORS = {True: 288, False: 320}, {True: 5, False: 4}
+# 404 x 145298 at 0.84, from the start of a sector, at 0.79. With a narrow weight sixteen gain 2 to 8% or lose 3 to 5%
+# beside eight with the row in shared memory, by length.
+WIDE_SIXTEEN_THREADS, WIDE_SIXTEEN_VECTORS = 288, {True: 5, False: 4}
 # Threads of an SM that persistent CTAs of a forward take, and bytes that a CTA needs beside its rows, for sums.
 FORWARD_SM_THREADS, FORWARD_RESERVED = 512, 4096
 
@@ -285,8 +284,8 @@ def _clustered(problem: Problem, row: RowProblem, centred: bool, pair: bool) -> 
     # 2822 x 20808 runs at 0.95 of a copy's rate from the start of a line, else at 0.915; 3914 x 15000, whose weight
     # loads at once, at 0.94 and 0.95.
     shifted = -(-(row.vectors + LINE_VECTORS) // cluster)
-    lines = _starts_in_lines(row) and found.delay_weight_load and not pair and shifted <= 4 * found.threads
-    return replace(found, lines=lines)
+    lines = row.itemsize < 4 and found.delay_weight_load and not pair and shifted <= 4 * found.threads
+    return replace(found, lines=lines and _starts_in_lines(row))
 
 
 def _in_registers(
@@ -352,8 +351,6 @@ def _persistent_wide(problem: Problem, row: RowProblem, centred: bool) -> NormCo
     if centred and (found := _quartered(problem, row)):
         return found
     columns, most = _column_bytes(problem, row), WIDE_THREADS[row.aligned]
-    if columns <= VECTOR_BYTES and not centred and row.vectors > 4 * SMEM_VECTORS and _off_half_a_vector(row):
-        return _persistent_sixteen(problem, row)
     least, per_thread = step(WIDE_COLUMNS, columns)
     if columns <= VECTOR_BYTES or row.vectors <= (least if row.aligned else max(least, 2 * PERSISTENT_VECTORS)):
         return None
@@ -372,11 +369,9 @@ def _persistent_wide(problem: Problem, row: RowProblem, centred: bool) -> NormCo
 
 
 def _persistent_sixteen(problem: Problem, row: RowProblem) -> NormConfig | None:
-    """Long rows by sixteen CTAs, two to an SM; None for rows that are too long for that."""
-    wide = _column_bytes(problem, row) > VECTOR_BYTES
-    per_thread, most = WIDE_SIXTEEN_VECTORS[row.aligned or not wide], SIXTEEN_THREADS[wide]
-    threads = threads_for(-(-(row.vectors + SECTOR_VECTORS) // 16), per_thread)
-    if threads > most or row.max_cluster < 16 or row.itemsize == 4 or {"residual", "bias"} & problem.dtypes.keys():
+    """Long rows with a wide weight by sixteen CTAs, two to an SM; None for rows that are too long for that."""
+    threads = threads_for(-(-(row.vectors + SECTOR_VECTORS) // 16), WIDE_SIXTEEN_VECTORS[row.aligned])
+    if threads > WIDE_SIXTEEN_THREADS or row.itemsize == 4 or {"residual", "bias"} & problem.dtypes.keys():
         return None
     config = NormConfig("persistent", threads, threads, 16, 2, align_vectors=SECTOR_VECTORS, stages=2)
     return _sorted(row, replace(config, clusters=2 * resident_clusters(problem, 16)))
@@ -481,11 +476,6 @@ def _starts_in_lines(row: RowProblem) -> bool:
     return row.aligned and row.n >= LONG_ROW and row.n % (row.vector_elements * LINE_VECTORS) > 0
 
 
-def _off_half_a_vector(row: RowProblem) -> bool:
-    """Whether rows start anywhere in half a vector, so that their kernels shift and mask vectors."""
-    return not row.aligned and row.n % max(row.vector_elements // 2, 1) > 0
-
-
 def _persistent_backward(problem: Problem, row: RowProblem, row_bytes: int, centred: bool) -> NormConfig | None:
     """Persistent clusters with column sums in registers; None for rows that are too long."""
     sums = max(_column_sums(problem), 1)
@@ -579,7 +569,7 @@ def _halves_off_a_line(problem: Problem, row: RowProblem, row_bytes: int) -> Nor
 
 def _disturb_each_other(problem: Problem, row: RowProblem, cluster: int, sums: int) -> bool:
     """Whether two CTAs of clusters of four would disturb each other: one has an SM, and more stages if rows start on a
-    vector. 1186 x 33001 runs at 0.73 of a copy's rate, by two CTAs at 0.63.
+    vector. 1186 x 33001 runs at 0.74 of a copy's rate, by two CTAs at 0.62, 1186 x 33004 at 0.89, at 0.50.
     """
     return cluster == 4 and sums == 1 and row.itemsize < 4 and "dresidual_out" not in problem.dtypes
 
