@@ -179,7 +179,7 @@ class Run:
         names = [entry.partition("(")[0] for entry in self.entries]
         self.tall = any("TallOnePass" in name for name in names)
         self.is_wide = any("WideHeads" in name for name in names)
-        self.shares = 2 if self.tall or any("InParts" in name for name in names) else 1
+        self.shares = 2 if self.tall or self.is_wide or any("InParts" in name for name in names) else 1
         tables = {n: np.full(a.shape, np.nan, np.float32) for n, a in scratch.items() if n.startswith("ranges")}
         self.memory = [*captured.values(), *tables.values(), *offsets]
         packed = [_packed(i, a) for i, a in enumerate(self.memory, 1 + others)]
@@ -233,7 +233,7 @@ class Run:
             arguments += [DESCRIPTOR, struct.pack("<3i", length, heads, batch) if whole else struct.pack("<i", heads)]
         if sums is not None:
             b, h, s, d = sums.shape
-            if name == "OnePass":
+            if name in ("OnePass", "WideHeads"):
                 maps[len(arguments)] = ptx_sm90.Map(sums, of_rows[0][1] // self.shares, d, set())
                 arguments += [DESCRIPTOR, struct.pack("<4i", s, d, h, b)]
             else:
@@ -411,11 +411,11 @@ def test_gradients_in_one_pass(call: Call, tmp_path: Path) -> None:
 @pytest.mark.drawn(0.25)
 @pytest.mark.slow
 @products.emulated
-@pytest.mark.parametrize("number", range(5))
+@pytest.mark.parametrize("number", range(6))
 def test_gradients_in_turns(number: int, tmp_path: Path) -> None:
     """Deterministic: each block of keys adds to a tile of queries once the block behind it has."""
     causal = ONE_PASS[2]._replace(s=300, t=300, d=128, e=128, attrs={"causal": True})
-    calls = CALLS[0], ONE_PASS[1], causal, None, ONE_PASS[-4]
+    calls = CALLS[0], ONE_PASS[1], causal, None, ONE_PASS[-4], causal._replace(s=200, t=200, d=192, e=192)
     call, functions = modded(0) if number == 3 else (calls[number], NO_FUNCTIONS)
     _check_one_pass(call._replace(attrs={**call.attrs, "deterministic": True}), functions, tmp_path)
 

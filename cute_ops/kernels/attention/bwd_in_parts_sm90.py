@@ -39,6 +39,10 @@ class OnePassInParts(OnePassBackward):
         """The slots of both operands of scores."""
         return 0, slot.index
 
+    def _release_cotangents(self, ring_o, slot):
+        """Release those of a tile whose products are done."""
+        ring_o.consumer_release(slot)
+
     @cute.jit
     def _differentiate_all(
         self, rings: cutlass.Constexpr, products: cutlass.Constexpr, registers: cutlass.Constexpr,
@@ -74,7 +78,7 @@ class OnePassInParts(OnePassBackward):
                         if const_expr(self.adds_first):
                             warpgroup.wait_group(1)
                         ring_q.consumer_release(before)
-                        ring_o.consumer_release(before)
+                        self._release_cotangents(ring_o, before)
                         if const_expr(not self.adds_first):
                             warpgroup.wait_group(1)
                             add(rDq, tile, queries, sizes)
@@ -89,7 +93,7 @@ class OnePassInParts(OnePassBackward):
                 warpgroup.wait_group(0)
                 add(rDq, tile, queries, sizes)
                 ring_q.consumer_release(before)
-                ring_o.consumer_release(before)
+                self._release_cotangents(ring_o, before)
                 before.advance()
 
     @cute.jit

@@ -152,14 +152,19 @@ class KeysBackward:
                 tile = Tile(keys.block, head, keys.batch)
                 copies = self._queries(moved, tile, sizes)
                 if self.tiles.some(tile, sizes, queries, tile.block):
-                    for each, together in zip((ring_q, ring_o), copies):
-                        each.producer_acquire(slot)
-                        full = each.producer_get_barrier(slot)
+                    places = slot, self._of_cotangents(slot, PipelineUserType.Producer)
+                    for each, place, together in zip((ring_q, ring_o), places, copies):
+                        each.producer_acquire(place)
+                        full = each.producer_get_barrier(place)
                         for tma, first_tile, tXsX, tXgX in together:
-                            cute.copy(tma, tXgX[None, first_tile + queries], tXsX[None, slot.index], tma_bar_ptr=full)
+                            cute.copy(tma, tXgX[None, first_tile + queries], tXsX[None, place.index], tma_bar_ptr=full)
                     slot.advance()
                 head, queries = following(head, queries, first, last)
         ring_q.producer_tail(slot)
+
+    def _of_cotangents(self, slot, user):
+        """The slot of cotangents of the tile whose queries have this one."""
+        return slot
 
     def _rounds(self, sizes):
         """How many heads of queries are gone through by themselves: all where the mask tells them apart, else they are

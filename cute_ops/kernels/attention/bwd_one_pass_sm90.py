@@ -74,6 +74,10 @@ class OnePassBackward(SumsOfTiles, KeysBackward):
         return not self.keeps and self.mods.score is None
 
     @property
+    def stages_of_cotangents(self):
+        return self.stages
+
+    @property
     def by_queries(self):
         """Whether rows of ds in shared memory are queries, as the product that gives dq reads it faster, or keys, as
         registers are written faster. Measured together with early reads.
@@ -90,14 +94,14 @@ class OnePassBackward(SumsOfTiles, KeysBackward):
         row, rows_of_keys = LayoutEnum.ROW_MAJOR, self.tile_k // self.consumers
         mma_s, mma_dk, mma_dv, mma_dq = self._mmas(dtype)
         shape_k, shape_v = (self.tile_k, self.tile_q, self.d), (self.tile_k, self.tile_q, self.dv)
-        of_row = cute.make_layout((self.tile_q, 1, self.stages))
+        of_row, of_last = (cute.make_layout((self.tile_q, 1, n)) for n in (self.stages, self.stages_of_cotangents))
         layouts = (
             hopper.make_smem_layout_b(row, shape_k, dtype, self.stages),
             self._layout_of_keys(),
             hopper.make_smem_layout_a(row, shape_v, dtype, 1),
-            hopper.make_smem_layout_b(row, shape_v, dtype, self.stages),
+            hopper.make_smem_layout_b(row, shape_v, dtype, self.stages_of_cotangents),
             of_row,
-            of_row,
+            of_last,
             hopper.make_smem_layout_epi(dtype, row, (rows_of_keys, self.d), self.consumers),
             hopper.make_smem_layout_epi(dtype, row, (rows_of_keys, self.dv), self.consumers),
         )
@@ -201,7 +205,7 @@ class OnePassBackward(SumsOfTiles, KeysBackward):
             held.append(cute.make_tensor(start, layout.outer))
         moved = [Moved(tma, m, s) for (tma, m), s in zip(moved, held)]
         sDs, sums = slots(smem, dtype, of_ds), self._place_of_sums(added, smem)
-        stages = self.stages, 1, 1, self.stages
+        stages = self.stages, 1, 1, self.stages_of_cotangents
         of_rows = self.tile_q * Float32.width // 8
         rings = [
             ring(smem, dtype, layout, count, more=bytes)

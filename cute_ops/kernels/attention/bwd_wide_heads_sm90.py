@@ -4,12 +4,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
-from cutlass.pipeline import PipelineUserType, make_pipeline_state
+from cutlass.pipeline import PipelineState, PipelineUserType, make_pipeline_state
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as hopper
 
 from cute_ops.kernels.attention.bwd_in_parts_sm90 import OnePassInParts
-from cute_ops.kernels.attention.bwd_one_pass_sm90 import DS, AddedByThreads
+from cute_ops.kernels.attention.bwd_one_pass_sm90 import DS
 from cute_ops.kernels.attention.bwd_queries_sm90 import OWN, READ, store_if_first
 from cute_ops.kernels.attention.products import multiply
 from cute_ops.kernels.attention.softmax import by_row, store_packed
@@ -17,24 +17,22 @@ from cute_ops.kernels.attention.sums import PartsByColumns
 from cute_ops.kernels.attention.tiles import first_row, partition, place_of, transposed
 from cute_ops.kernels.tensor_core.sizes import MMA_M, WARPGROUP
 
+FREE = 9  # named barrier: the other warpgroup has read ds; that of the second one is 1 behind
 
-class WideHeadsBackward(AddedByThreads, OnePassInParts):
+
+class WideHeadsBackward(OnePassInParts):
     """What :class:`OnePassBackward` computes, of heads of 192 elements: by CTAs with 96 keys.
 
     Tile: 64 queries and 96 keys, 48 of them for each of two warpgroups. Registers hold sums of dk and dv, transposed:
-    their rows are elements of the head, 64 at a time. Weights and ``ds`` are multiplied out of shared memory. Threads
-    add 96 columns of dq a warpgroup to the sums in memory, while the product that gives dk goes on.
-    :class:`LongHeadsBackward` adds half as much again to memory: 14 x 2193 with 16 heads take 4649 us instead of 5188.
-    Shared memory: ``96 x (d + dv)`` keys and values, whose place the results take; ``stages`` slots of ``64 x (d +
-    dv)`` queries and cotangents, and of ``64 x 96`` weights and as many of ``ds``.
+    their rows are elements of the head, 64 at a time. Weights and ``ds`` are multiplied out of shared memory. A
+    warpgroup writes 96 columns of dq, for TMA to add, while the product that gives dk goes on.
+    :class:`LongHeadsBackward` adds half as much again to memory: 2 x 8192 with 16 heads take 7349 us instead of 9590.
+    Shared memory: ``96 x (d + dv)`` keys and values, whose place the results take; ``stages`` slots of ``64 x d``
+    queries, one of ``64 x dv`` cotangents; ``64 x 96`` weights and as many ``ds``; ``64 x d`` of dq in float32.
     """
 
-    tile_k, reads_early, shares, adds_first = 96, False, 1, True
-
-    @property
-    def tiles_of_ds(self):
-        """Weights of each stage, then ds of each stage."""
-        return 2 * self.stages
+    tile_k, reads_early, adds_first, stages_of_cotangents = 96, False, True, 1
+    tiles_of_ds = 2  # weights, and ds
 
     @property
     def own_keys(self):
@@ -65,6 +63,26 @@ class WideHeadsBackward(AddedByThreads, OnePassInParts):
 
     def _slots(self, slot):
         return slot.index, 0
+
+    def _of_cotangents(self, slot, user):
+        phase = slot.count % 2
+        return PipelineState(1, slot.count, Int32(0), phase if user == PipelineUserType.Consumer else 1 - phase)
+
+    def _release_cotangents(self, ring_o, slot):
+        """They are released before."""
+
+    def _adder(self, sums, tidx):
+        group, write = cute.arch.make_warp_uniform(tidx // WARPGROUP), super()._adder(sums, tidx)
+
+        def add(rDq, tile, queries, sizes):
+            self._free_ds(group)
+            write(rDq, tile, queries, sizes)
+
+        return add
+
+    def _free_ds(self, group):
+        """Let the other warpgroup write its ``ds``: this one has read what lies there."""
+        cute.arch.barrier_arrive(barrier_id=FREE + 1 - group, number_of_threads=self.consumers * WARPGROUP)
 
     def _numbers(self, x, slot, tidx):
         """Numbers of a thread's two rows as a function of row and column."""
@@ -117,7 +135,9 @@ class WideHeadsBackward(AddedByThreads, OnePassInParts):
         registers = rS, rP, rWeights, rDs, rDk, rDv, rDq
         products = mmas, (of_scores, of_weights, (tKrQ, tKrDs), (tVrO, tKrDs), (tDrDs, tDrK))
         given = lse, delta, put, self._adder(sums, tidx)
+        self._free_ds(group)
         self._differentiate_all(rings, products, registers, given, (tidx, keys), sizes)
+        cute.arch.barrier(barrier_id=FREE + group, number_of_threads=self.consumers * WARPGROUP)
         cute.arch.barrier(barrier_id=READ, number_of_threads=self.consumers * WARPGROUP)
         self._finish((mma_dk, mma_dv), (rDk, rDv), (dk, dv, mParts), tidx, keys, sizes)
 
@@ -132,26 +152,32 @@ class WideHeadsBackward(AddedByThreads, OnePassInParts):
             at,
         )
         of_scores, of_weights, (mma_dv, of_dv), (mma_dk, of_dk), (mmas, tDrDs, tDrK) = products
-        group, of_ds = cute.arch.make_warp_uniform(tidx // WARPGROUP), self.stages + slot.index
-        ring_o.consumer_wait(slot)
-        multiply(of_scores, *of_weights, rP, self._slots(slot))
+        group, own = (
+            cute.arch.make_warp_uniform(tidx // WARPGROUP),
+            self._of_cotangents(slot, PipelineUserType.Consumer),
+        )
+        ring_o.consumer_wait(own)
+        multiply(of_scores, *of_weights, rP, (0, 0))
         place = self._place(tidx, tile, queries, sizes)
         whole = self.tiles.whole(tile, sizes, queries, tile.block)
         rest = self.tiles.rest_of(tile, sizes, queries, tile.block)
         self.weights.of_scores(rS, rWeights, place, self._numbers(lse, slot, tidx), whole, rest)
-        put(rWeights, slot.index)
+        put(rWeights, 0)
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=OWN + group, number_of_threads=WARPGROUP)
-        multiply((mma_dv, mma_dv), *of_dv, rDv, (slot.index, slot.index))
-        of_row = self._numbers(delta, slot, tidx)
+        multiply((mma_dv, mma_dv), *of_dv, rDv, (0, 0))
+        of_row = self._numbers(delta, own, tidx)
         warpgroup.wait_group(1)
         self._cotangents_of_scores(rS, rP, of_row)
         store_packed(rS, rDs)
-        put(rDs, of_ds)
+        cute.arch.barrier(barrier_id=FREE + group, number_of_threads=self.consumers * WARPGROUP)
+        put(rDs, 1)
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=DS, number_of_threads=self.consumers * WARPGROUP)
-        multiply(mmas, tDrDs, tDrK, rDq, (of_ds, 0))
-        multiply((mma_dk, mma_dk), *of_dk, rDk, (slot.index, of_ds))
+        multiply(mmas, tDrDs, tDrK, rDq, (1, 0))
+        warpgroup.wait_group(1)
+        ring_o.consumer_release(own)
+        multiply((mma_dk, mma_dk), *of_dk, rDk, (slot.index, 1))
 
     def _cotangents_of_scores(self, rS, rP, of_row):
         scores, cotangents = by_row(rS), by_row(rP)

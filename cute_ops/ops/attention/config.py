@@ -159,7 +159,7 @@ def _tile_of_queries(own: mods.Own, problem: Problem) -> tuple[int, int] | None:
     """Queries and slots of CTAs with keys of their own in one pass; None where there are none."""
     size = _headdim(problem)
     if size == WIDE_HEADS:
-        return None if problem.attrs["deterministic"] else OF_WIDE
+        return OF_WIDE
     return TALL if _is_tall(own, problem) else ONE_PASS.get(size)
 
 
