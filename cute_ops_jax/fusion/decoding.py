@@ -65,7 +65,7 @@ def _decode(masks: Masks, q: Any, k: Any, v: Any, end: Any, begin: Any, sinks: A
         )
     by_query = begin is not None or masks.steps[0]
     shape = (q.shape[0], q.shape[2] if by_query else 1)
-    own = jnp.arange(q.shape[2], dtype="int32") % masks.queries  # which query a head is
+    own = jnp.arange(q.shape[2], dtype="int32")[None] % masks.queries  # which query a head is
     low = 0 if begin is None else jnp.maximum(begin + own * masks.steps[1], 0)
     end = jnp.clip(end + own if masks.steps[0] else end, 0, keys)
     low, end = jnp.broadcast_to(jnp.asarray(low, "int32"), shape), jnp.broadcast_to(end, shape)
@@ -95,13 +95,14 @@ def _formula(masks: Masks, q: Any, k: Any, v: Any, end: Any, begin: Any, sinks: 
     scores = jnp.einsum("bgrd,bgnd->bgrn", by_head, k, preferred_element_type="float32") * masks.scale
     if masks.softcap:
         scores = jnp.tanh(scores / masks.softcap) * masks.softcap
-    key, own = jnp.arange(keys, dtype="int32"), jnp.arange(heads // groups, dtype="int32")[:, None] % masks.queries
+    key = jnp.reshape(jnp.arange(keys, dtype="int32"), (1, 1, 1, keys))
+    own = jnp.reshape(jnp.arange(heads // groups, dtype="int32"), (1, 1, heads // groups, 1)) % masks.queries
     seen = key < end[:, :, None, None] + own * masks.steps[0]
     if begin is not None:
         seen = seen & (key >= begin[:, :, None, None] + own * masks.steps[1])
     scores = jnp.where(seen, scores, masks.fill)
     if sinks is not None:
-        column = jnp.reshape(sinks.astype("float32"), (groups, heads // groups, 1))
+        column = jnp.reshape(sinks.astype("float32"), (1, groups, heads // groups, 1))
         scores = jnp.concatenate([scores, jnp.broadcast_to(column, (*scores.shape[:3], 1))], -1)
     p = jax.nn.softmax(scores, -1)[..., :keys].astype(v.dtype)
     return jnp.reshape(jnp.einsum("bgrn,bgnd->bgrd", p, v), (b, 1, heads, v.shape[3]))

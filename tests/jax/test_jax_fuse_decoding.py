@@ -48,6 +48,23 @@ def test_drawn_steps_on_a_gpu(number: int, monkeypatch: pytest.MonkeyPatch) -> N
     check(step)
 
 
+def test_strict_promotions() -> None:
+    *given, lengths = arrays()
+
+    def function(q: Any, k: Any, v: Any) -> Any:
+        scores = jnp.einsum("bgrd,bngd->bgrn", q.reshape(3, 2, 2, 16), k).astype(jnp.float32)
+        place = jax.lax.broadcasted_iota(jnp.int32, (3, 1, 1, 40), 3)
+        ends = lengths.reshape(3, 1, 1, 1)
+        seen = (place < ends) & (place >= ends - 7)
+        p = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), -1).astype(v.dtype)
+        return jnp.einsum("bgrn,bngd->bgrd", p, v)
+
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        assert became(function, *given) == ["decode_attention"]
+        check(Step("strict", function, tuple(given)))
+        jax.grad(lambda *x: cute_ops_jax.fuse(function)(*x).astype("float32").sum(), (0, 1, 2))(*given)
+
+
 def written(q: Any, k: Any, v: Any, lengths: Any, fill: float = -jnp.inf) -> Any:
     b, heads, d = q.shape
     by_group = q.reshape(b, k.shape[2], heads // k.shape[2], d)
