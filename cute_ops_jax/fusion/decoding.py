@@ -55,7 +55,7 @@ def _decode(masks: Masks, q: Any, k: Any, v: Any, end: Any, begin: Any, sinks: A
     """A query that attends to nothing gets what the program gives it: 0 beside a sink, NaN where the scores of hidden
     keys are -inf, else the mean of all values, as a query of zeros does that attends to all keys.
     """
-    unknown, keys = isinf(masks.fill), k.shape[2 if masks.heads_first else 1]
+    whole, unknown, keys = (*q.shape[:3], v.shape[3]), isinf(masks.fill), k.shape[2 if masks.heads_first else 1]
     if masks.heads_first:  # each head of keys is an example
         b, groups = k.shape[:2]
         q = jnp.reshape(q, (b * groups, 1, q.shape[2] // groups, q.shape[3]))
@@ -78,7 +78,7 @@ def _decode(masks: Masks, q: Any, k: Any, v: Any, end: Any, begin: Any, sinks: A
         out, _ = decode_attention(q, k, v, jnp.max(end, 1), score_mod=_between, captured=(low, end), **options)
     else:
         out, _ = decode_attention(q, k, v, end[:, 0], **options)
-    return out
+    return jnp.reshape(out, whole)
 
 
 def _between(xp: Any, score: Any, batch: Any, head: Any, q: Any, k: Any, low: Any, end: Any) -> Any:

@@ -118,6 +118,21 @@ def test_derivatives_are_those_of_the_program(fill: float) -> None:
             np.testing.assert_allclose(got.astype("float32"), want.astype("float32"), rtol=0.05, atol=0.05)
 
 
+@pytest.mark.parametrize("number", [504, 505, 509, 513])
+def test_gradients_of_drawn_steps(number: int) -> None:
+    step = drawn(number)
+
+    def gradients(function: Any) -> Any:
+        def loss(*args: Any) -> Any:
+            return jnp.sum(jnp.sin(function(*args).astype("float32")))
+
+        return jax.jit(jax.grad(loss, (0, 1, 2)), compiler_options=QUICK)(*step.args)
+
+    assert became(step.function, *step.args) == ["decode_attention"], step.said
+    for got, want in zip(*map(gradients, (cute_ops_jax.fuse(step.function), step.function)), strict=True):
+        np.testing.assert_allclose(*(x.astype("float32") for x in (got, want)), rtol=0.06, atol=0.06, err_msg=step.said)
+
+
 @pytest.mark.parametrize("fill", [-jnp.inf, -1e30])
 @pytest.mark.parametrize("length", [0, -3, 1, 39, 40, 43])
 def test_lengths_at_the_ends(length: int, fill: float) -> None:
