@@ -12,8 +12,9 @@ class GroupConfig(KernelConfig):
     """How groups of channels spread over threads and CTAs.
 
     Attributes:
-        form: ``smem``: what is read stays in the shared memory of a cluster until it is no longer needed; ``passes``:
-            it is read again.
+        form: ``smem``: what is read stays in the shared memory of a cluster until it is no longer needed; ``held``: it
+            goes to registers, and clusters take several parts, one of which arrives in shared memory; ``passes``: it is
+            read again.
         threads: of a CTA.
         cluster: CTAs that share a group, or with channels last some neighbouring groups.
         resident: CTAs that are to fit on an SM together: a cap on registers.
@@ -22,9 +23,10 @@ class GroupConfig(KernelConfig):
         vec: channels of a thread, with channels last; else 0.
         keep: whether the gradient to what the activation is of stays in shared memory in fp32, in place of dy: an
             exponential and a quotient for each element are computed once.
+        clusters: that run at once, in the form ``held``.
     """
 
-    form: Literal["smem", "passes"]
+    form: Literal["smem", "held", "passes"]
     threads: int
     cluster: int = 1
     resident: int = 1
@@ -32,6 +34,7 @@ class GroupConfig(KernelConfig):
     width: int = 0
     vec: int = 0
     keep: bool = False
+    clusters: int = 0
 
 
 def groups_of(attrs: Mapping[str, Any], dims: Mapping[str, Any]) -> Any:

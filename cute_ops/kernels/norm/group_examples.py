@@ -68,7 +68,7 @@ class GroupExamples:
         self.depth = self.threads // self.across
         self.span = -(-self.s // self.cluster)
         self.per_thread = -(-self.span // self.depth)
-        self.batches = min(BATCHES, self.per_thread) if self.config.form == "smem" else 1
+        self.batches = 1 if self.config.form == "passes" else min(BATCHES, self.per_thread)
         self.batch = -(-self.per_thread // self.batches)
         # Neighbouring channels of a vector of which a thread has one sum, and these numbers of a vector, of a cluster
         # and of a group. Where they are half as many as channels, two sums are added up at once.
@@ -88,7 +88,7 @@ class GroupExamples:
 
     def launched(self, tensors, stream):
         """The arguments of a launch."""
-        held = self.config.form == "smem"
+        held = self.config.form != "passes"
         return {
             "grid": [Int32(row_count(tensors.x, 2)) * self.blocks, self.cluster, 1], "block": [self.threads, 1, 1],
             "cluster": [1, self.cluster, 1] if self.cluster > 1 else None, "min_blocks_per_mp": self.config.resident,
@@ -97,20 +97,24 @@ class GroupExamples:
 
     def place(self):
         """This thread's place, and the first channel of the cluster's."""
-        block, rank, _ = cute.arch.block_idx()
-        tidx = cute.arch.thread_idx()[0]
+        return self.place_of(cute.arch.block_idx()[0])
+
+    def place_of(self, block, there=True):
+        """This thread's place in a cluster's part, with no positions unless it is ``there``; its first channel."""
+        rank, tidx = cute.arch.block_idx()[1], cute.arch.thread_idx()[0]
         example, start = block // self.blocks, block % self.blocks * self.width
         vector, top = tidx % self.across, tidx // self.across
         begin = Int32(rank if self.cluster > 1 else 0) * self.span
         end = cutlass.min(begin + self.span, Int32(self.s))
         here = (top < self.depth) & (start + vector * self.vec < self.c)
+        here = here if there is True else here & there
         count = cutlass.select_(here, cutlass.max((end - begin - top + (self.depth - 1)) // self.depth, 0), Int32(0))
         channel = cutlass.min(start + vector * self.vec, self.c - self.vec)
         return Place(example, channel, vector, begin + top, Int32(count)), start
 
     def slots(self, smem, tensors):
         """Shared memory of each input: (elements of a vector, threads, vectors of a thread); None in two passes."""
-        if self.config.form != "smem":
+        if self.config.form == "passes":
             return [None for _ in self.inputs]
         layout = cute.make_layout(
             (self.vec, self.threads, self.per_thread), stride=(1, self.vec, self.vec * self.threads)
@@ -119,9 +123,12 @@ class GroupExamples:
         return [smem.allocate_tensor(mX.element_type, layout, byte_alignment=VECTOR_BYTES) for mX in inputs]
 
     def address(self, mX, name, place, k):
-        """Where a thread's k-th vector is."""
-        row = Int64(place.example) * self.s + Int64(place.first + k * self.depth)
-        return row_address(mX, self.keys[name], row, self.c) + Int64(place.channel) * (mX.element_type.width // 8)
+        """Where a thread's k-th vector is: in compact tensors a constant, or one product, beyond its first one."""
+        key, itemsize = self.keys[name], mX.element_type.width // 8
+        row, more = Int64(place.example) * self.s + Int64(place.first), Int64(k) * self.depth
+        if key.layout != "flat":
+            row, more = row + more, 0
+        return row_address(mX, key, row, self.c) + Int64(place.channel) * itemsize + more * (self.c * itemsize)
 
     @cute.jit
     def fetch(self, tensors: cutlass.Constexpr, slots: cutlass.Constexpr, place: cutlass.Constexpr):
@@ -130,14 +137,18 @@ class GroupExamples:
         for batch in cutlass.range_constexpr(self.batches):
             for sX, name in zip(slots, self.inputs):
                 if const_expr(sX is not None):
-                    mX = getattr(tensors, name)
-                    dtype = mX.element_type
-                    atom = cute.make_copy_atom(cpasync.CopyG2SOp(LoadCacheMode.GLOBAL), dtype, num_bits_per_copy=128)
                     begin, end = self.of_batch(place, batch)
                     for k in cutlass.range(begin, end, unroll=4):
-                        source = gmem_pointer(dtype, self.address(mX, name, place, k), self.vec)
-                        copy_vector(atom, dtype, self.vec, source, sX[None, tidx, k].iterator)
+                        self.copy(tensors, sX[None, tidx, k], place, k, name)
             cute.arch.cp_async_commit_group()
+
+    def copy(self, tensors, sVector, place, k, name="x"):
+        """Start copying a thread's k-th vector."""
+        mX = getattr(tensors, name)
+        dtype = mX.element_type
+        atom = cute.make_copy_atom(cpasync.CopyG2SOp(LoadCacheMode.GLOBAL), dtype, num_bits_per_copy=128)
+        source = gmem_pointer(dtype, self.address(mX, name, place, k), self.vec)
+        copy_vector(atom, dtype, self.vec, source, sVector.iterator)
 
     def of_batch(self, place, batch):
         """The first of a batch's vectors of a thread, and the one after its last."""
@@ -289,7 +300,7 @@ class GroupExamplesForward(GroupExamples):
             self._sum(tensors, slots, place, found, pivot, batch)
         self.add_up(found, sums, place)
         cute.arch.barrier()
-        self._tell_moments(sums, sPivot)
+        self._tell_moments(sums, sPivot, 0)
         self.numbers.wait(sums[2], 0)
         let_next_start(self.pdl)
         mean, variance = self._moments(sums, place)
@@ -308,6 +319,10 @@ class GroupExamplesForward(GroupExamples):
         rSum, zeros = fragment(Float32, self.vec, 0.0), [Float32(0.0)] * self.vec
         self.arrived(0)
         self._sum(tensors, slots, place, [rSum], zeros, 0)
+        return self.pivot_from(rSum, tensors, sums, sPivot, place)
+
+    def pivot_from(self, rSum, tensors, sums, sPivot, place):
+        """The means of this thread's channels' groups, from threads' sums over the CTA's first batch."""
         self.add_up([rSum], sums, place)
         cute.arch.barrier()
         here = self._here(min(self.span, self.batch * self.depth))
@@ -333,34 +348,37 @@ class GroupExamplesForward(GroupExamples):
         """Add a batch's deviations to the first sums, and their squares to the second ones, if there are any."""
         begin, end = self.of_batch(place, batch)
         for k in cutlass.range(begin, end, unroll=2):
-            x = self.read(tensors, slots, place, k)
-            for j in cutlass.range_constexpr(self.vec):
-                apart = x[j] - pivot[j]
-                found[0][j] = found[0][j] + apart
-                if const_expr(len(found) > 1):
-                    found[1][j] = found[1][j] + apart * apart
+            self.add(found, self.read(tensors, slots, place, k), pivot)
+
+    def add(self, found, x, pivot):
+        """Add a vector's deviations to the first sums, and their squares to the second ones, if there are any."""
+        for j in range(self.vec):
+            apart = x[j] - pivot[j]
+            found[0][j] = found[0][j] + apart
+            if len(found) > 1:
+                found[1][j] = found[1][j] + apart * apart
 
     @cute.jit
-    def _tell_moments(self, sums: cutlass.Constexpr, sPivot: cute.Tensor):
+    def _tell_moments(self, sums: cutlass.Constexpr, sPivot: cute.Tensor, stage):
         """Tell the cluster the sums of this CTA's groups, and of squared deviations from their means."""
         count = cutlass.max(self._here(self.span), Float32(1.0))
         for group in cutlass.range(cute.arch.thread_idx()[0] // WARP, self.of_block, self.threads // WARP, unroll=1):
             total, squares = (self.of_group(sums, group, which) for which in range(2))
-            self.numbers.send(sums[2], group, sPivot[group] * count + total, 0)
-            self.numbers.send(sums[2], group + self.of_block, squares - total * (total / count), 0)
+            self.numbers.send(sums[2], group, sPivot[group] * count + total, stage)
+            self.numbers.send(sums[2], group + self.of_block, squares - total * (total / count), stage)
 
-    def _moments(self, sums, place):
+    def _moments(self, sums, place, stage=0):
         """Mean and variance of the groups of this thread's channels."""
         ranks = [max(min(self.s - rank * self.span, self.span), 0) for rank in range(self.cluster)]
         sAll = sums[2][0]
 
         def of(group):
             inverse, squares = 1.0 / (self.d * self.s), Float32(0.0)
-            mean = self.numbers.total(sums[2], group, 0) * inverse
+            mean = self.numbers.total(sums[2], group, stage) * inverse
             for rank, positions in enumerate(ranks):
                 if count := positions * self.d:
-                    off = sAll[group, rank, 0] * (1.0 / count) - mean
-                    squares = squares + (sAll[group + self.of_block, rank, 0] + off * off * float(count))
+                    off = sAll[group, rank, stage] * (1.0 / count) - mean
+                    squares = squares + (sAll[group + self.of_block, rank, stage] + off * off * float(count))
             return mean, squares * inverse
 
         found = self.of_groups(of, place)
@@ -372,23 +390,40 @@ class GroupExamplesForward(GroupExamples):
     ):  # fmt: skip
         mean, rstd, weight, bias = numbers
         scale = rstd if const_expr(weight is None) else [rstd[j] * weight[j] for j in range(self.vec)]
+        terms = self.terms(mean, scale, bias, tensors.x.element_type)
         for k in cutlass.range(place.count, unroll=2):
-            x = self.read(tensors, slots, place, k)
-            rOut = fragment(Float32, self.vec)
-            for j in cutlass.range_constexpr(self.vec):
-                y = (x[j] - mean[j]) * scale[j]
-                y = y if const_expr(bias is None) else y + bias[j]
-                rOut[j] = silu(y)[0] if const_expr(self.silu) else y
-            self.write(tensors.out, "out", place, k, rOut)
+            self.write_normalised(tensors, place, k, self.read(tensors, slots, place, k), terms)
 
-    def _write_numbers(self, tensors, place, numbers):
+    def terms(self, mean, scale, bias, dtype):
+        """What :meth:`write_normalised` takes x by. For 16-bit inputs that is one FMA: rounding mean * scale loses less
+        than the input's own rounding.
+        """
+        each = range(self.vec)
+        if dtype.width > 16:
+            return mean, scale, bias
+        return None, scale, [(0.0 if bias is None else bias[j]) - mean[j] * scale[j] for j in each]
+
+    def write_normalised(self, tensors, place, k, x, terms):
+        """Store a thread's k-th vector of the output."""
+        (mean, scale, bias), rOut = terms, fragment(Float32, self.vec)
+        for j in range(self.vec):
+            y = (x[j] if mean is None else x[j] - mean[j]) * scale[j]
+            y = y if bias is None else y + bias[j]
+            rOut[j] = silu(y)[0] if self.silu else y
+        self.write(tensors.out, "out", place, k, rOut)
+
+    @cute.jit
+    def _write_numbers(self, tensors: cutlass.Constexpr, place: cutlass.Constexpr, numbers: cutlass.Constexpr):
         """Mean and rstd of groups, by the threads that have their first channel at the first position."""
-        here = (place.first == 0) & (place.count > 0)
+        if (place.first == 0) & (place.count > 0):
+            self._write_first(tensors, place, numbers)
+
+    def _write_first(self, tensors, place, numbers):
         for j in range(self.vec):
             group = (place.channel + j) // self.d
             for name, values in zip(("mean", "rstd"), numbers):
                 g = self.row_numbers(getattr(tensors, name), name, place)
-                self.store_if(here & (place.channel + j == group * self.d), g, group, values[j])
+                self.store_if(place.channel + j == group * self.d, g, group, values[j])
 
 
 class GroupExamplesBackward(GroupExamples):

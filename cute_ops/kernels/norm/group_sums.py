@@ -51,17 +51,26 @@ class ClusterNumbers:
             cute.arch.mbarrier_init_fence()
             cute.arch.cluster_arrive_relaxed()
 
-    @cute.jit
     def ready(self, shared):
-        """Say how much each stage waits for, once no CTA can find an mbarrier that is not initialised."""
-        if const_expr(self.cluster > 1):
+        """Let each stage take numbers, once no CTA can find an mbarrier that is not initialised."""
+        self.meet()
+        for stage in range(self.stages):
+            self.expect(shared, stage)
+
+    def meet(self):
+        """Wait until the whole cluster has prepared."""
+        if self.cluster > 1:
             cute.arch.cluster_wait()
-            if cute.arch.thread_idx()[0] == 0:
-                for stage in cutlass.range_constexpr(self.stages):
-                    cute.arch.mbarrier_arrive_and_expect_tx(shared[1] + stage, self.count * self.cluster * 4)
 
     @cute.jit
-    def send(self, shared, i: Int32, value: Float32, stage: cutlass.Constexpr):
+    def expect(self, shared, stage):
+        """Say how much a stage waits for, once for each time that it is used."""
+        if const_expr(self.cluster > 1):
+            if cute.arch.thread_idx()[0] == 0:
+                cute.arch.mbarrier_arrive_and_expect_tx(shared[1] + stage, self.count * self.cluster * 4)
+
+    @cute.jit
+    def send(self, shared, i: Int32, value: Float32, stage):
         """Tell all CTAs this one's i-th number; all lanes of a warp call it."""
         sAll, barriers = shared
         lane = cute.arch.lane_idx()
@@ -77,12 +86,12 @@ class ClusterNumbers:
                 read_only_args=[Int32(sTarget), value, Int32(sBarrier)],
             )
 
-    def wait(self, shared, stage):
+    def wait(self, shared, stage, phase=0):
         """Wait for a stage's numbers of all CTAs."""
         if self.cluster == 1:
             cute.arch.barrier()
         else:
-            cute.arch.mbarrier_wait(shared[1] + stage, 0)
+            cute.arch.mbarrier_wait(shared[1] + stage, phase)
 
     def total(self, shared, i, stage):
         """The sum of the i-th numbers."""

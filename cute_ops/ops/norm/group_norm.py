@@ -298,7 +298,7 @@ group_norm_examples = Op(
     outputs={"out": _TILE, "mean": _OF_EACH, "rstd": _OF_EACH},
     attrs={"groups": 1, "eps": 1e-5, **SILU}, static=("m", "n"),
     derived={"g": lambda dims, attrs: attrs["groups"]}, reference=_examples,
-    kernel="cute_ops.kernels.norm.group_examples:GroupExamplesForward", tuning=Tuning(group_config.examples),
+    kernel="cute_ops.kernels.norm.group_examples_held:group_examples", tuning=Tuning(group_config.examples),
     inference_only="group_norm has one",
     cases=(
         Case("odd-small", {"b": (3,), "m": 7, "n": 15}, {"W": "float32"}, attrs={"groups": 3}),
