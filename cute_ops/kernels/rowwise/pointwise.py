@@ -74,7 +74,8 @@ class Pointwise:
     """Computes ``outputs = compute(*inputs)`` in fp32.
 
     If all tensors are compact and none is read by halves, they are one long row, whatever n; else rows are taken one by
-    one. Tile: a CTA of ``threads`` takes ``unroll`` vectors per thread, ``threads`` apart, and more if alignment makes
+    one. With numbers of rows beside them, too, they are one long row if rows start off a vector: a vector has elements
+    of two rows at most, and takes the numbers of both. Tile: a CTA of ``threads`` takes ``unroll`` vectors per thread, ``threads`` apart, and more if alignment makes
     vectors shorter than 16 bytes. A vector has 16 bytes of the widest tile that is read; a wider tensor takes several
     accesses. All loads of a thread are in flight together. None depends on a condition, because the compiler would put
     conversions behind it, too, for which the next load would wait. CTAs that start while the previous kernel is busy
@@ -97,6 +98,9 @@ class Pointwise:
         pieces = (*self.inputs, *self.outputs)
         self.one_row = all(map(self._follows, pieces))
         widest, self.vec = self._widths(pieces)
+        self.crossed = self._crosses(pieces, widest)
+        if self.crossed:
+            self.one_row, self.vec = True, widest
         self.shared = next((i for i, p in enumerate(inputs) if p.shared), None)
         self.turns = self.shared is not None and config.turns
         self.shifted, tiles = None, all(p.tile and not p.shared for p in pieces)
@@ -106,13 +110,22 @@ class Pointwise:
         self.unroll = config.unroll * max(widest // self.vec, 1)
         self.block = self.threads * self.unroll
         # Rows of whole vectors need no masks inside a vector.
-        self.whole = self.n is not None and self.n % self.vec == 0
+        self.whole = self.n is not None and self.n % self.vec == 0 and not self.crossed
         per_row = self.n // self.vec if self.whole else 0
         # CTAs per row if they divide it evenly, else 0.
         self.even = 0 if self.one_row or per_row % self.block else per_row // self.block
         # Whether all vectors of a CTA are of one row.
         self.tiled = bool(self.even) or (self.one_row and self.whole)
         self.pdl = can_use_pdl(variant.arch)
+
+    def _crosses(self, pieces, widest):
+        """Whether tiles are one long row, of which vectors take the numbers of two rows."""
+        numbers = [p for p in pieces if p.rows and not p.columns]
+        others = [p for p in pieces if p not in numbers]
+        aligned = all(self.keys[p.name].align >= VECTOR_BYTES for p in others if p.tile)
+        if not numbers or any(p.shared for p in numbers) or not aligned or not all(map(self._follows, others)):
+            return False
+        return self.vec < widest and self.n is not None and widest <= self.n < 2**30
 
     def _widths(self, pieces):
         """Elements of a vector of 16 bytes of the widest tile that is read, and as many as alignment allows."""
@@ -151,7 +164,7 @@ class Pointwise:
         rows, n = self._shape(outputs[0])
         vectors = rows * ((n + (self.vec - 1)) // self.vec)
         kernel = self.kernel
-        if const_expr(self.one_row):
+        if const_expr(self.one_row and not self.crossed):
             kernel = self.tiles if const_expr(self.whole) else self.long_row
         elif const_expr(self.tiled):
             kernel = self.tiles
@@ -287,48 +300,74 @@ class Pointwise:
         for u in cutlass.range_constexpr(self.unroll):
             coords.append(self._coordinate(start, Int32(u * self.threads) + tidx, rows, n))
         sources = []
-        for row, first, _ in coords:
+        for row, first, _, _ in coords:
             own = self._own_row(inputs, rows, row)
             sources.append([self._address(mX, p, n, own(p), first) for mX, p in zip(inputs, self.inputs)])
         if const_expr(self.pdl):
-            for (row, _, _), addresses in zip(coords, sources):
+            for (row, _, _, _), addresses in zip(coords, sources):
                 for address, piece in zip(addresses, self.inputs):
                     fetch_ahead(address, self._fetches(piece, bidx, tidx, row))
         let_next_start(self.pdl)
         wait_for_previous(self.pdl)
         loaded = []
-        for (_, _, left), addresses in zip(coords, sources):
-            vectors = [fragment(mX.element_type, self.vec if p.columns else 1) for mX, p in zip(inputs, self.inputs)]
-            for rX, address in zip(vectors, addresses):
+        for (row, _, left, border), addresses in zip(coords, sources):
+            vectors = [fragment(mX.element_type, self._loaded(p)) for mX, p in zip(inputs, self.inputs)]
+            for rX, address, mX, piece in zip(vectors, addresses, inputs, self.inputs):
                 if const_expr(self.whole):
                     load(rX, address)
+                elif const_expr(cute.size(rX) == 2 and not piece.columns):
+                    self._load_numbers(rX, mX, piece, row, border < cutlass.min(left, Int32(self.vec)))
                 else:
                     rX.fill(0)
                     load_inside(left > 0, rX, address, left)
             loaded.append(vectors)
         for coord, vectors in zip(coords, loaded):
-            results = self._computed([widen(rX) for rX in vectors])
+            results = self._computed([widen(rX) for rX in vectors], coord[3])
             for mX, piece, rX in zip(outputs, self.outputs, results):
                 self._store(rX, mX, piece, n, coord)
 
-    def _computed(self, given):
-        """fp32 fragments of the outputs."""
+    def _loaded(self, piece):
+        """Elements of a piece for a vector."""
+        return self.vec if piece.columns else 2 if self.crossed and piece.rows else 1
+
+    def _load_numbers(self, rX, mX, piece, row, crosses):
+        """The numbers of the row that a vector begins in and, if it ``crosses`` into another, of that."""
+        for i, each in enumerate((row, row + cutlass.select_(crosses, Int64(1), Int64(0)))):
+            address = number_address(mX, self.keys[piece.name], each)
+            rX[i] = gmem_elements(mX.element_type, address, 1)[0]
+
+    def _computed(self, given, border=None):
+        """fp32 fragments of the outputs. ``border``: of the elements that are of the vector's first row."""
         results = [fragment(Float32, self.vec) for _ in self.outputs]
         for j in range(self.vec):
-            elements = [g[j if piece.columns else 0] for g, piece in zip(given, self.inputs)]
+            elements = [self._element(g, piece, j, border) for g, piece in zip(given, self.inputs)]
             for rX, x in zip(results, self.compute(*elements)):
                 rX[j] = x
         return results
 
+    def _element(self, given, piece, j, border):
+        """The j-th element of a piece's vector, or the number that stands for it."""
+        if piece.columns or self._loaded(piece) == 1:
+            return given[j if piece.columns else 0]
+        return Float32(cutlass.select_(border > j, given[0], given[1]))
+
     def _coordinate(self, start, index, rows, n):
-        """A vector's place: (its row, the element of the row it starts at, elements left in that row).
+        """A vector's place: (its row, the element of the row it starts at, elements left in that row, and before the
+        next row's numbers count).
 
         A vector past the end, with no elements left, gets the place of another one, which is loaded but not stored.
         """
         if self.one_row:
             first = index * self.vec
             left = Int32(cutlass.min(n - start * self.vec, Int64(self.block * self.vec))) - first
-            return Int64(0), start * self.vec + cutlass.select_(left > 0, first, Int32(0)), left
+            first, row, border = cutlass.select_(left > 0, first, Int32(0)), Int64(0), None
+            if self.crossed:
+                # One division in 64 bits per CTA, the rest in 32.
+                above = start * self.vec // Int64(self.n)
+                local = Int32(start * self.vec - above * self.n) + first
+                below = local // self.n
+                row, border = above + below, self.n - (local - below * self.n)
+            return row, start * self.vec + first, left, border
         per_row = (n + (self.vec - 1)) // self.vec
         # One division in 64 bits per CTA, the rest in 32.
         above = start // per_row
@@ -337,7 +376,7 @@ class Pointwise:
         first = (local - below * Int32(per_row)) * self.vec
         row = above + below
         left = cutlass.select_(row < rows, Int32(n) - first, Int32(0))
-        return cutlass.min(row, rows - 1), Int64(first), left
+        return cutlass.min(row, rows - 1), Int64(first), left, None
 
     def _address(self, mX, piece, n, row, first):
         itemsize = mX.element_type.width // 8
@@ -351,7 +390,7 @@ class Pointwise:
         return row_address(mX, self.keys[piece.name], row, mX.shape[-1]) + first * itemsize
 
     def _store(self, rX, mX, piece, n, coord):
-        row, first, left = coord
+        row, first, left, _ = coord
         rOut = self.rounded(rX.load(), mX.element_type)
         address = self._address(mX, piece, n, row, first)
         if self.whole:
