@@ -73,6 +73,20 @@ def test_unaligned_rows_of_any_length() -> None:
         kernel_calls.check(kernel_calls.made(op, int(rng.integers(1, 9)), n, dtype, layout, rng))
 
 
+def test_vectors_of_one_long_row_take_the_numbers_of_two_rows() -> None:
+    """Compact rows that start anywhere, and end within a vector; other layouts go row by row."""
+    seed = int(os.environ.get("CUTE_OPS_SEED", "30"))
+    print("seed", seed)
+    rng = np.random.default_rng(seed)
+    op = fused(
+        lambda xp, x, y, shift, scale: (xp.tanh((x - shift) * scale), x * y * shift),
+        operands={"x": TILE, "y": TILE, "shift": "*m 1", "scale": "*m 1"}, name="shifted_and_scaled",
+    )  # fmt: skip
+    for rows, n in ((1, 9), (3, 8), (257, 11), *((int(rng.integers(1, 60)), int(rng.integers(1, 700))) for _ in range(6))):
+        dtype, layout = str(rng.choice(FLOATS)), str(rng.choice(kernel_calls.LAYOUTS, p=(0.7, 0.1, 0.1, 0.1)))
+        kernel_calls.check(kernel_calls.made(op, rows, n, dtype, layout, rng))
+
+
 # Those that add up over rows, for row vectors and scalars, go from row to row.
 SUMMED = [
     BY_NAME[name] for name in ("rms_bwd", "rms_of_gated_bwd", "spread_bwd", "rms_of_sum_bwd", "rms_beside_sum_bwd")

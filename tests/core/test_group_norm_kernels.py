@@ -87,7 +87,6 @@ def test_examples_of_any_sizes_fit_a_cta() -> None:
         for _ in range(300)
     ]  # fmt: skip
     with kernel_calls.interpreted():
-        module = importlib.import_module("cute_ops.kernels.norm.group_examples")
         for positions, groups, each, dtype, layout in fixed + drawn:
             for op in PARTS[-2:]:
                 inputs, itemsize = len([name for name in ("x", "dy") if name in op.inputs]), ITEMSIZE[dtype]
@@ -101,7 +100,8 @@ def test_examples_of_any_sizes_fit_a_cta() -> None:
                 attrs = {"silu": bool(rng.integers(2)), **({"groups": groups} if "groups" in op.attrs else {})}
                 arch = str(rng.choice(["sm_80", "sm_89", "sm_90a", "sm_120a"]))
                 variant = plan(bind(op, given, attrs), where, parse(arch)).variant
-                kernel = getattr(module, variant.kernel.partition(":")[2])(variant)
+                module, _, name = variant.kernel.partition(":")
+                kernel = getattr(importlib.import_module(module), name)(variant)
                 held = itemsize + 4 if kernel.config.keep else itemsize * inputs
                 vectors = kernel.vec * kernel.threads * kernel.per_thread * held
                 sums = 4 * kernel.of_width * (kernel.depth * kernel.together + 2 * kernel.helpers)

@@ -255,7 +255,8 @@ class CausalConv1dFirstBackward(Windows):
     Tile: a CTA takes a row, of which each of its warps walks a part from the end to the start, a vector a lane. An
     element reaches positions behind it by its taps. The slopes of those behind a lane's vector are the next lanes', by
     shuffles; behind the last lane's they are those of the first lanes in the step before. A part that others follow has
-    one more step, for these slopes alone. Shared memory: 4 bytes for each warp and sum. Bytes moved per element: x,
+    one more step, for these slopes alone. Of rows that are shorter than a warp's vectors, some ``lanes`` of a warp take
+    one as a whole. Shared memory: 4 bytes for each warp and sum, where warps share a row. Bytes moved per element: x,
     dout and dx once.
     """
 
@@ -263,13 +264,17 @@ class CausalConv1dFirstBackward(Windows):
 
     def __init__(self, variant):
         super().__init__(variant)
+        self.lanes = self.config.lanes
         self.column_sum = ColumnSum(None, variant.arch)
 
     @cute.jit
     def __call__(self, *arguments):
         tensors = self.named(arguments)
-        self.kernel(arguments[:-1]).launch(
-            grid=[Int32(row_count(tensors["x"])), 1, 1], block=[self.threads, 1, 1], stream=arguments[-1],
+        rows, kernel, each = row_count(tensors["x"]), self.kernel, 1
+        if const_expr(self.lanes < WARP):
+            kernel, each = self.short_rows, self.threads // self.lanes
+        kernel(arguments[:-1]).launch(
+            grid=[Int32((rows + (each - 1)) // each), 1, 1], block=[self.threads, 1, 1], stream=arguments[-1],
             use_pdl=self.pdl,
         )  # fmt: skip
         mPartials = tensors["dweight_partials"]
@@ -314,6 +319,32 @@ class CausalConv1dFirstBackward(Windows):
                 total = total + sSum[tidx, i]
             self._store_sum(tensors, row, tidx, total)
 
+    @cute.kernel
+    def short_rows(self, arguments):
+        """Some lanes take a row: all walk as many steps, since they shuffle together, and those past the last row take
+        it again and store nothing.
+        """
+        tensors = self.named(arguments)
+        tidx, rows = cute.arch.thread_idx()[0], row_count(tensors["x"])
+        s, channels = Int32(tensors["x"].shape[-1]), Int64(tensors["weight"].shape[0])
+        place = Int64(cute.arch.block_idx()[0]) * (self.threads // self.lanes) + tidx // self.lanes
+        row, valid, lane = cutlass.min(place, rows - 1), place < rows, tidx % self.lanes
+        batch = row // channels
+        channel = Int32(row - batch * channels)
+        wait_for_previous(self.pdl)
+        let_next_start(self.pdl)
+        bases = {name: self.row(tensors, name, batch, channel) for name in self.rows}
+        rSums, rLater = fragment(Float32, self.width + 1, 0.0), fragment(Float32, self.vec, 0.0)
+        shift, chunks = self.shift(tensors["x"], bases["x"]), (self.count(s) + (self.lanes - 1)) // self.lanes
+        parameters = self.parameters(tensors, channel)
+        for i in cutlass.range(chunks, unroll=1):
+            first = ((chunks - 1 - i) * self.lanes + lane) * self.vec - shift
+            self._vector(tensors, bases, (batch, first, s), parameters, (rSums, rLater), valid)
+        for k in cutlass.range_constexpr(self.width + 1):
+            total = cute.arch.warp_reduction(rSums[k], operator.add, threads_in_group=self.lanes)
+            if (lane == 0) & valid:
+                self._store_sum(tensors, row, Int32(k), total)
+
     def _prefetch(self, tensors, bases, chunks, row):
         """Bring a chunk of the warp's part, if there is one, to L2."""
         (chunk, begin), (s, shift) = chunks, row
@@ -350,10 +381,11 @@ class CausalConv1dFirstBackward(Windows):
     def _behind(self, slopes, rLater):
         """The slopes of the positions behind this lane's vector, which the next lanes have."""
         lane, found = cute.arch.lane_idx(), []
+        own_lane = lane % self.lanes
         for t in range(self.taps):
             ahead, j = 1 + t // self.vec, t % self.vec
-            own = Float32(cutlass.select_(lane < ahead, rLater[j], slopes[j]))
-            found.append(cute.arch.shuffle_sync(own, (lane + ahead) % WARP))
+            own = Float32(cutlass.select_(own_lane < ahead, rLater[j], slopes[j]))
+            found.append(cute.arch.shuffle_sync(own, lane - own_lane + (own_lane + ahead) % self.lanes))
         return found
 
     @cute.jit

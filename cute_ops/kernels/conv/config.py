@@ -64,9 +64,11 @@ class ConvConfig(KernelConfig):
 
 class FirstConfig(KernelConfig):
     """Where positions are neighbours in memory: ``threads`` of a CTA, ``steps``: vectors of a row that a thread of the
-    forward has, and ``ahead``: vectors of a row for which a thread of the gradient prefetches to L2.
+    forward has, ``ahead``: vectors of a row for which a thread of the gradient prefetches to L2, and ``lanes`` of a warp
+    that take a row of the gradient.
     """
 
     threads: int
     steps: int = 1
     ahead: int = 0
+    lanes: int = WARP

@@ -10,11 +10,12 @@ from cute_ops.declaration.attributes import OneOf
 from cute_ops.declaration.case import Case
 from cute_ops.declaration.config import POWERS, Config, Problem, Tuning, vary
 from cute_ops.declaration.op import Op
-from cute_ops.declaration.shapes import FLOATS, Array
+from cute_ops.declaration.shapes import FLOATS, ITEMSIZE, Array
 from cute_ops.declaration.tensor import Tensor
 from cute_ops.hardware import VECTOR_BYTES, WARP
 from cute_ops.kernels.conv.config import FirstConfig
 from cute_ops.ops.conv.causal_conv1d import SILU, _silu, check
+from cute_ops.ops.rows import next_power
 
 CASES = (
     Case("short", {"m": (2,), "n": 24, "s": 16, "w": 4}, attrs=SILU),
@@ -92,7 +93,13 @@ def _forward(problem: Problem) -> FirstConfig:
 
 
 def _backward(problem: Problem) -> FirstConfig:
-    """A warp for each row, whose steps share their slopes, or up to four where rows are too few for all SMs."""
+    """A warp for each row, whose steps share their slopes, or up to four where rows are too few for all SMs; of short
+    rows as many lanes as have a vector of one.
+    """
+    aligned = min(problem.aligns[name] for name in ("x", "dout", "dx")) >= VECTOR_BYTES
+    vectors = -(-problem.dims["s"] // (VECTOR_BYTES // ITEMSIZE[problem.dtypes["x"]]))
+    if (lanes := next_power(vectors + (not aligned))) < WARP:
+        return FirstConfig(SHORT_THREADS, lanes=max(lanes, LEAST_LANES))
     rows, threads = problem.m * problem.dims["n"], WARP
     while threads < 4 * WARP and rows * (threads // WARP) < WARPS * problem.sm_count:
         threads *= 2
@@ -117,6 +124,8 @@ COMMON: dict[str, Any] = {
 # Warps that an SM has room for: half of the most, since each holds the numbers of eight positions a lane. They wait
 # less for memory if they prefetch: 33 x 2048 x 1024 and three taps run at 0.92 of a copy's rate, without at 0.87.
 WARPS, AHEAD = 32, 2
+# Threads of a CTA whose warps take several short rows each, and the least lanes of a row: as many as taps reach.
+SHORT_THREADS, LEAST_LANES = 128, 4
 
 causal_conv1d_channels_first_bwd = Op(
     "causal_conv1d_channels_first_bwd",
