@@ -2,6 +2,7 @@
 
 import math
 from functools import partial
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -11,8 +12,9 @@ from cute_ops.expressions.philox import WORDS
 from cute_ops.kernels.lib.copy import fragment, gmem_elements
 from cute_ops.kernels.lib.philox import words
 from cute_ops.kernels.lib.row_copy import number_or
-from cute_ops.kernels.rowwise.function import RowFunction
+from cute_ops.kernels.rowwise.function import Columns, RowFunction
 from cute_ops.kernels.rowwise.kernel import RowKernel
+from cute_ops.kernels.rowwise.pointwise import Piece, Pointwise
 
 EXPONENT = 0x7F800000  # bits of a float32's exponent: all are set in what is not finite
 
@@ -95,4 +97,52 @@ class StochasticUpdate(Update):
         return (rX.load(), *moments)
 
 
-AdamW, AdamWStochastic = partial(RowKernel, Update), partial(RowKernel, StochasticUpdate)
+class Launch(NamedTuple):
+    """What :class:`Pointwise` asks of a config."""
+
+    threads: int
+    unroll: int = 1
+
+
+class UpdateElements(Pointwise):
+    """:class:`Update` of compact tensors as one long row: rows that start off a vector would be stored element by
+    element at both ends.
+    """
+
+    threads = 256
+
+    def __init__(self, variant):
+        self.update = Update(variant)
+        inputs = [Piece(name) for name in Update.inputs]
+        numbers = [Piece(name, columns=False) for name in Update.numbers]
+        outputs = [Piece(name) for name in Update.outputs]
+        super().__init__(variant, (*inputs, *numbers), outputs, self._element_of, Launch(self.threads))
+
+    def _element_of(self, *given):
+        count = len(Update.inputs)
+        values, context = [[x] for x in given[:count]], given[count:]
+        return tuple(x[0] for x in self.update.emit(values, (), context, Columns(None, 1)))
+
+
+class ElementKernel:
+    """Runs :class:`UpdateElements`."""
+
+    def __init__(self, elements, variant):
+        self.elements, self.names = elements, variant.names
+
+    @cute.jit
+    def __call__(self, *arguments):
+        tensors, update = dict(zip(self.names, arguments)), self.elements.update
+        inputs, outputs = (tuple([tensors[name] for name in names]) for names in (
+            (*update.inputs, *update.numbers), update.outputs
+        ))  # fmt: skip
+        self.elements(inputs, outputs, arguments[-1])
+
+
+def adamw(variant):
+    """The kernel of a variant. Counted steps take logarithms of a row's numbers, which elements would repeat."""
+    elements = None if variant.attrs["counted"] or variant.dims["n"] is None else UpdateElements(variant)
+    return ElementKernel(elements, variant) if elements and elements.crossed else RowKernel(Update, variant)
+
+
+AdamW, AdamWStochastic = adamw, partial(RowKernel, StochasticUpdate)
