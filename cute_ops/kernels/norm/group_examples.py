@@ -14,11 +14,12 @@ from cute_ops.declaration.shapes import ITEMSIZE
 from cute_ops.hardware import VECTOR_BYTES, WARP
 from cute_ops.kernels.lib.activation import silu
 from cute_ops.kernels.lib.arguments import named
-from cute_ops.kernels.lib.copy import copy_vector, fragment, gmem_elements, gmem_pointer, load, narrow, store, widen
+from cute_ops.kernels.lib.copy import copy_vector, fragment, gmem_elements, gmem_pointer, load, load_if, narrow, store, widen
 from cute_ops.kernels.lib.kept import KeptVectors
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_layout import SMEM_PERCENT, row_address, row_count
 from cute_ops.kernels.norm.group_config import GroupConfig, groups_of
+from cute_ops.kernels.norm.group_moments import GroupMoments
 from cute_ops.kernels.norm.group_sums import ClusterChannels, ClusterNumbers, Tensors, slope_of
 
 # Parts of a thread's vectors that it waits for one after another.
@@ -71,10 +72,10 @@ class GroupExamples:
         self.batches = 1 if self.config.form == "passes" else min(BATCHES, self.per_thread)
         self.batch = -(-self.per_thread // self.batches)
         # Neighbouring channels of a vector of which a thread has one sum, and these numbers of a vector, of a cluster
-        # and of a group. Where they are half as many as channels, two sums are added up at once.
+        # and of a group.
         self.part = 1 if self.by_channel else math.gcd(self.vec, self.d)
         self.parts, self.of_width, self.of_each = (size // self.part for size in (self.vec, self.width, self.d))
-        self.together = min(self.part, 2)
+        self.together = min(self.part, 2) if self.by_channel else 2
         # Threads that add up such a number, each over a part of the threads that have it.
         self.helpers = max(min(self.threads // self.of_width, self.depth, WARP), 1)
         self.blocks, self.of_block = -(-self.c // self.width), self.width // self.d
@@ -270,13 +271,10 @@ class GroupExamples:
         return [found[j] for j in range(self.vec)]
 
 
-class GroupExamplesForward(GroupExamples):
+class GroupExamplesForward(GroupMoments, GroupExamples):
     """``out = activation((x - mean) * rstd * weight + bias)``, and mean and rstd of each group.
 
-    The sums of what x differs from a pivot by, and of its squares, are taken while x arrives. The pivot is the mean of
-    what a CTA has of the group in its first batch, so that a mean that is large beside the deviations costs no
-    accuracy, rounded to x's dtype, so that differences of 16 bits are exact. CTAs exchange sums of x, and of squared
-    deviations from their means (Chan, Golub and LeVeque).
+    Sums are taken while x arrives; see :class:`~cute_ops.kernels.norm.group_moments.GroupMoments`.
     Bytes moved per element: x and out once each.
     """
 
@@ -286,103 +284,39 @@ class GroupExamplesForward(GroupExamples):
     def kernel(self, tensors):
         smem = cutlass.utils.SmemAllocator()
         slots, sums = self.slots(smem, tensors), self.allocate(smem)
-        sPivot = smem.allocate_tensor(Float32, cute.make_layout(self.of_block), byte_alignment=16)
         self.numbers.prepare(sums[2])
-        place, _ = self.place()
+        place, start = self.place()
         wait_for_previous(self.pdl)
         self.fetch(tensors, slots, place)
         weight, bias = (self.columns(mW, place) for mW in (tensors.weight, tensors.bias))
         self.numbers.ready(sums[2])
-        pivot = self._pivot(tensors, slots, sums, sPivot, place)
         found = [fragment(Float32, self.vec, 0.0) for _ in range(2)]
+        self.arrived(0)
+        pivot = self.pivots(self.first(tensors, slots, place), place)
         for batch in cutlass.range_constexpr(self.batches):
             self.arrived(batch)
             self._sum(tensors, slots, place, found, pivot, batch)
-        self.add_up(found, sums, place)
-        cute.arch.barrier()
-        self._tell_moments(sums, sPivot, 0)
-        self.numbers.wait(sums[2], 0)
+        mean, rstd = self.combine(tensors, found, pivot, sums, place, start)
         let_next_start(self.pdl)
-        mean, variance = self._moments(sums, place)
-        rstd = [cute.math.rsqrt(v + self.variant.attrs["eps"], fastmath=True) for v in variance]
         self._write(tensors, slots, place, (mean, rstd, weight, bias))
-        self._write_numbers(tensors, place, (mean, rstd))
 
-    def _here(self, most):
-        """Elements of a group that this CTA has, of at most so many positions, as an fp32 number."""
-        rank = cute.arch.block_idx()[1] if self.cluster > 1 else 0
-        positions = cutlass.max(cutlass.min(Int32(self.s) - Int32(rank) * self.span, Int32(most)), Int32(0))
-        return Float32(Int32(positions) * self.d)
-
-    def _pivot(self, tensors, slots, sums, sPivot, place):
-        """The means of this thread's channels' groups over the CTA's first batch."""
-        rSum, zeros = fragment(Float32, self.vec, 0.0), [Float32(0.0)] * self.vec
-        self.arrived(0)
-        self._sum(tensors, slots, place, [rSum], zeros, 0)
-        return self.pivot_from(rSum, tensors, sums, sPivot, place)
-
-    def pivot_from(self, rSum, tensors, sums, sPivot, place):
-        """The means of this thread's channels' groups, from threads' sums over the CTA's first batch."""
-        self.add_up([rSum], sums, place)
-        cute.arch.barrier()
-        here = self._here(min(self.span, self.batch * self.depth))
-        self._keep_pivot(sums, sPivot, here, tensors.x.element_type)
-        cute.arch.barrier()
-        return self.of_groups(lambda group: sPivot[group], place)
-
-    @cute.jit
-    def _keep_pivot(
-        self, sums: cutlass.Constexpr, sPivot: cute.Tensor, count: Float32, dtype: cutlass.Constexpr
-    ):  # fmt: skip
-        tidx = cute.arch.thread_idx()[0]
-        for group in cutlass.range(tidx // WARP, self.of_block, self.threads // WARP, unroll=1):
-            total = self.of_group(sums, group, 0)
-            if tidx % WARP == 0:
-                sPivot[group] = (total / cutlass.max(count, Float32(1.0))).to(dtype).to(Float32)
+    def first(self, tensors, slots, place):
+        """A thread's first vector, if it has one, in fp32."""
+        if slots[0] is not None:
+            return self.read(tensors, slots, place, 0)
+        rX = fragment(tensors.x.element_type, self.vec, 0)
+        for piece, start in self.accesses(rX, self.address(tensors.x, "x", place, 0)):
+            load_if(place.count > 0, piece, start)
+        return widen(rX)
 
     @cute.jit
     def _sum(
         self, tensors: cutlass.Constexpr, slots: cutlass.Constexpr, place: cutlass.Constexpr, found: cutlass.Constexpr,
         pivot: cutlass.Constexpr, batch: cutlass.Constexpr,
     ):  # fmt: skip
-        """Add a batch's deviations to the first sums, and their squares to the second ones, if there are any."""
         begin, end = self.of_batch(place, batch)
         for k in cutlass.range(begin, end, unroll=2):
             self.add(found, self.read(tensors, slots, place, k), pivot)
-
-    def add(self, found, x, pivot):
-        """Add a vector's deviations to the first sums, and their squares to the second ones, if there are any."""
-        for j in range(self.vec):
-            apart = x[j] - pivot[j]
-            found[0][j] = found[0][j] + apart
-            if len(found) > 1:
-                found[1][j] = found[1][j] + apart * apart
-
-    @cute.jit
-    def _tell_moments(self, sums: cutlass.Constexpr, sPivot: cute.Tensor, stage):
-        """Tell the cluster the sums of this CTA's groups, and of squared deviations from their means."""
-        count = cutlass.max(self._here(self.span), Float32(1.0))
-        for group in cutlass.range(cute.arch.thread_idx()[0] // WARP, self.of_block, self.threads // WARP, unroll=1):
-            total, squares = (self.of_group(sums, group, which) for which in range(2))
-            self.numbers.send(sums[2], group, sPivot[group] * count + total, stage)
-            self.numbers.send(sums[2], group + self.of_block, squares - total * (total / count), stage)
-
-    def _moments(self, sums, place, stage=0):
-        """Mean and variance of the groups of this thread's channels."""
-        ranks = [max(min(self.s - rank * self.span, self.span), 0) for rank in range(self.cluster)]
-        sAll = sums[2][0]
-
-        def of(group):
-            inverse, squares = 1.0 / (self.d * self.s), Float32(0.0)
-            mean = self.numbers.total(sums[2], group, stage) * inverse
-            for rank, positions in enumerate(ranks):
-                if count := positions * self.d:
-                    off = sAll[group, rank, stage] * (1.0 / count) - mean
-                    squares = squares + (sAll[group + self.of_block, rank, stage] + off * off * float(count))
-            return mean, squares * inverse
-
-        found = self.of_groups(of, place)
-        return [mean for mean, _ in found], [variance for _, variance in found]
 
     @cute.jit
     def _write(
@@ -411,19 +345,6 @@ class GroupExamplesForward(GroupExamples):
             y = y if bias is None else y + bias[j]
             rOut[j] = silu(y)[0] if self.silu else y
         self.write(tensors.out, "out", place, k, rOut)
-
-    @cute.jit
-    def _write_numbers(self, tensors: cutlass.Constexpr, place: cutlass.Constexpr, numbers: cutlass.Constexpr):
-        """Mean and rstd of groups, by the threads that have their first channel at the first position."""
-        if (place.first == 0) & (place.count > 0):
-            self._write_first(tensors, place, numbers)
-
-    def _write_first(self, tensors, place, numbers):
-        for j in range(self.vec):
-            group = (place.channel + j) // self.d
-            for name, values in zip(("mean", "rstd"), numbers):
-                g = self.row_numbers(getattr(tensors, name), name, place)
-                self.store_if(place.channel + j == group * self.d, g, group, values[j])
 
 
 class GroupExamplesBackward(GroupExamples):

@@ -15,11 +15,10 @@ from cute_ops.kernels.norm.group_examples import GroupExamplesForward
 
 
 class Shared(NamedTuple):
-    """Shared memory: the vectors of x that are on their way, sums, and pivots of groups."""
+    """Shared memory: the vectors of x that are on their way, and sums."""
 
     slots: Any
     sums: Any
-    sPivot: Any
 
 
 class GroupExamplesHeld(GroupExamplesForward):
@@ -42,8 +41,7 @@ class GroupExamplesHeld(GroupExamplesForward):
     def kernel(self, tensors):
         smem = cutlass.utils.SmemAllocator()
         slots, sums = self.slots(smem, tensors), self.allocate(smem)
-        sPivot = smem.allocate_tensor(Float32, cute.make_layout(self.of_block), byte_alignment=16)
-        shared = Shared(slots, sums, sPivot)
+        shared = Shared(slots, sums)
         self.numbers.prepare(sums[2])
         parts = Int32(row_count(tensors.x, 2)) * self.blocks
         first, clusters = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
@@ -61,25 +59,19 @@ class GroupExamplesHeld(GroupExamplesForward):
         ``parts``: the part's number, what comes to it for the next one, and how many there are.
         """
         part, more, count = parts
-        place, ahead = self.place_of(part, part < count)[0], self.place_of(part + more, part + more < count)[0]
+        (place, start), (ahead, _) = self.place_of(part), self.place_of(part + more, part + more < count)
         sums, stage = shared.sums, i % self.stages
         self.numbers.expect(sums[2], stage)
         rX = [fragment(tensors.x.element_type, self.vec) for _ in range(self.per_thread)]
-        rWeight, rBias = (self._parameter(name, getattr(tensors, name), place) for name in ("weight", "bias"))
         pivot, found = None, [fragment(Float32, self.vec, 0.0) for _ in range(2)]
         for batch in cutlass.range_constexpr(self.batches):
             self._take(tensors, shared, rX, ahead, batch)
             if const_expr(batch == 0):
-                pivot = self._pivot_of(tensors, shared, rX, place)
+                pivot = self.pivots(widen(rX[0]), place)
             self._sum_held(rX, place, found, pivot, batch)
-        self.add_up(found, sums, place)
-        cute.arch.barrier()
-        self._tell_moments(sums, shared.sPivot, stage)
-        self.numbers.wait(sums[2], stage, i // self.stages % 2)
-        mean, variance = self._moments(sums, place, stage)
-        rstd = [cute.math.rsqrt(v + self.variant.attrs["eps"], fastmath=True) for v in variance]
+        rWeight, rBias = (self._parameter(name, getattr(tensors, name), place) for name in ("weight", "bias"))
+        mean, rstd = self.combine(tensors, found, pivot, sums, place, start, stage, i // self.stages % 2)
         self._write_held(tensors, rX, place, (mean, rstd, rWeight, rBias))
-        self._write_numbers(tensors, place, (mean, rstd))
 
     def _of(self, batch):
         """The numbers of a batch's vectors of a thread."""
@@ -100,12 +92,6 @@ class GroupExamplesHeld(GroupExamplesForward):
             if k < ahead.count:
                 self.copy(tensors, sX[None, tidx, k], ahead, k)
         cute.arch.cp_async_commit_group()
-
-    def _pivot_of(self, tensors, shared, rX, place):
-        """The means of this thread's channels' groups over the CTA's first batch."""
-        rSum = fragment(Float32, self.vec, 0.0)
-        self._sum_held(rX, place, [rSum], [Float32(0.0)] * self.vec, 0)
-        return self.pivot_from(rSum, tensors, shared.sums, shared.sPivot, place)
 
     @cute.jit
     def _sum_held(

@@ -139,11 +139,9 @@ def examples(problem: Problem) -> GroupConfig:
         threads = _threads(across, min(max(wanted, WARP), most))
         slot = -(-span // (threads // across)) * threads * vec * each
         if len(inputs) == 1:
-            # What groups share of a vector is added up, two sums at once where that are several channels.
+            # Means and squares of what groups share of a vector, of threads, helpers, CTAs and groups.
             part, blocks = math.gcd(vec, channels // groups), -(-width * groups // channels)
-            taken = (
-                slot + 4 * threads * (vec // part) * min(part, 2) + 8 * (max(threads, width) + blocks * (cluster + 1))
-            )
+            taken = slot + 8 * threads * (vec // part) + 12 * max(threads, width) + 8 * blocks * (cluster + 1)
         else:
             taken = slot + 4 * threads * vec + 16 * max(threads, width)
         resident = max(min(of_sm // threads, room // taken, limits.ctas), 1)

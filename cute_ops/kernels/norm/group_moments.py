@@ -1,0 +1,159 @@
+"""Means and variances of groups of channels, of which each thread has some channels at some positions."""
+
+import operator
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+
+from cute_ops.hardware import WARP
+
+
+class GroupMoments:
+    """What :class:`~cute_ops.kernels.norm.group_examples.GroupExamplesForward` has beside its tile.
+
+    A thread adds up what its channels differ from its first value of them by, and the squares: no thread waits for
+    another before all of x is there, and a mean that is large beside the deviations costs no accuracy. Counts, means
+    and squared deviations from them of threads, helpers, and CTAs of a cluster are combined one after another (Chan,
+    Golub and LeVeque); within a level by what means differ from the first one by.
+    Shared memory: 8 bytes for each thread and number of a vector, 12 for a helper, 8 for each group and CTA, and group.
+    """
+
+    def allocate(self, smem):
+        """Shared memory of means and squared deviations: those of threads, those of helpers and how many numbers these
+        are of, those of CTAs, and mean and rstd of groups.
+        """
+        width, helpers = self.of_width, self.helpers
+        shapes = (width, self.depth, 2), (width, helpers, 3), (self.of_block, 2)
+        found = [smem.allocate_tensor(Float32, cute.make_layout(shape), byte_alignment=16) for shape in shapes]
+        return found[0], found[1], self.numbers.allocate(smem), found[2]
+
+    def pivots(self, x, place):
+        """From a thread's first vector what it takes its channels' deviations from; 0 where it has none."""
+        kept = [Float32(cutlass.select_(place.count > 0, x[j * self.part], Float32(0.0))) for j in range(self.parts)]
+        return [kept[j // self.part] for j in range(self.vec)]
+
+    def add(self, found, x, pivot):
+        """Add a vector's deviations to the first sums, and their squares to the second ones."""
+        for j in range(self.vec):
+            apart = x[j] - pivot[j]
+            found[0][j] = found[0][j] + apart
+            found[1][j] = found[1][j] + apart * apart
+
+    def combine(self, tensors, found, pivot, sums, place, start, stage=0, phase=0):
+        """(mean, rstd) of the groups of this thread's channels, from all threads' sums; written for each group, too.
+
+        ``start``: the first channel of the cluster's; ``stage`` and ``phase``: of the numbers that CTAs exchange.
+        """
+        self._of_threads(found, pivot, sums, place)
+        cute.arch.barrier()
+        self._of_helpers(sums)
+        cute.arch.barrier()
+        self._of_cta(tensors, sums, (place, start), stage)
+        if self.cluster > 1:
+            self.numbers.wait(sums[2], stage, phase)
+            self._of_cluster(tensors, sums, (place, start), stage)
+        cute.arch.barrier()
+        return [self.of_groups(lambda group, which=which: sums[3][group, which], place) for which in range(2)]
+
+    @cute.jit
+    def _of_threads(
+        self, found: cutlass.Constexpr, pivot: cutlass.Constexpr, sums: cutlass.Constexpr, place: cutlass.Constexpr
+    ):  # fmt: skip
+        if cute.arch.thread_idx()[0] < self.across * self.depth:
+            self._store_threads(found, pivot, sums, place)
+
+    def _store_threads(self, found, pivot, sums, place):
+        top = cute.arch.thread_idx()[0] // self.across
+        inverse = 1.0 / cutlass.max(Float32(Int32(place.count * self.part)), Float32(1.0))
+        for j in range(self.parts):
+            total, squares = (self._of_part(rSum, j) for rSum in found)
+            off = total * inverse
+            sums[0][place.vector * self.parts + j, top, 0] = pivot[j * self.part] + off
+            sums[0][place.vector * self.parts + j, top, 1] = squares - total * off
+
+    def _of_part(self, rSum, j):
+        total = rSum[j * self.part]
+        for more in range(1, self.part):
+            total = total + rSum[j * self.part + more]
+        return total
+
+    @cute.jit
+    def _of_helpers(self, sums: cutlass.Constexpr):
+        sThreads, sHelpers, _, _ = sums
+        positions = self._positions()
+        for i in cutlass.range(cute.arch.thread_idx()[0], self.of_width * self.helpers, self.threads, unroll=1):
+            column, helper = i % self.of_width, i // self.of_width
+            pivot, count, total, squares = sThreads[column, helper, 0], Float32(0.0), Float32(0.0), Float32(0.0)
+            for top in cutlass.range(helper, self.depth, self.helpers, unroll=4):
+                here = Float32(Int32(cutlass.max(positions - top + (self.depth - 1), 0) // self.depth * self.part))
+                off = sThreads[column, top, 0] - pivot
+                count, total = count + here, total + here * off
+                squares = squares + (sThreads[column, top, 1] + here * off * off)
+            off = total / cutlass.max(count, Float32(1.0))
+            sHelpers[column, helper, 0] = pivot + off
+            sHelpers[column, helper, 1] = squares - total * off
+            sHelpers[column, helper, 2] = count
+
+    def _positions(self):
+        """The positions of this CTA."""
+        rank = cute.arch.block_idx()[1] if self.cluster > 1 else 0
+        return Int32(cutlass.max(cutlass.min(Int32(self.s) - Int32(rank) * self.span, Int32(self.span)), Int32(0)))
+
+    @cute.jit
+    def _of_cta(self, tensors: cutlass.Constexpr, sums: cutlass.Constexpr, where: cutlass.Constexpr, stage):
+        """Tell the cluster of this CTA's groups; without one they are the groups."""
+        lane, count = cute.arch.lane_idx(), Float32(Int32(self._positions() * self.d))
+        inverse = 1.0 / cutlass.max(count, Float32(1.0))
+        for group in cutlass.range(
+            cute.arch.thread_idx()[0] // WARP, self.of_block, self.threads // WARP, unroll=1
+        ):  # fmt: skip
+            pivot, total, squares = sums[1][group * self.of_each, 0, 0], Float32(0.0), Float32(0.0)
+            for j in cutlass.range(lane, self.of_each * self.helpers, WARP, unroll=1):
+                column, helper = group * self.of_each + j % self.of_each, j // self.of_each
+                off = sums[1][column, helper, 0] - pivot
+                here = sums[1][column, helper, 2] * off
+                total, squares = total + here, squares + (sums[1][column, helper, 1] + here * off)
+            total = cute.arch.warp_reduction(total, operator.add)
+            squares = cute.arch.warp_reduction(squares, operator.add)
+            mean, squares = pivot + total * inverse, squares - total * total * inverse
+            if const_expr(self.cluster > 1):
+                self.numbers.send(sums[2], group, mean, stage)
+                self.numbers.send(sums[2], group + self.of_block, squares, stage)
+            else:
+                self._keep(tensors, sums, where, group, (mean, squares))
+
+    @cute.jit
+    def _of_cluster(self, tensors: cutlass.Constexpr, sums: cutlass.Constexpr, where: cutlass.Constexpr, stage):
+        lane, sAll = cute.arch.lane_idx(), sums[2][0]
+        rank = cutlass.min(lane, self.cluster - 1)
+        positions = cutlass.max(cutlass.min(self.s - rank * self.span, self.span), 0)
+        count = Float32(Int32(cutlass.select_(lane < self.cluster, Int32(positions) * self.d, Int32(0))))
+        for group in cutlass.range(
+            cute.arch.thread_idx()[0] // WARP, self.of_block, self.threads // WARP, unroll=1
+        ):  # fmt: skip
+            own, squares = sAll[group, rank, stage], sAll[group + self.of_block, rank, stage]
+            mean = cute.arch.warp_reduction(count * own, operator.add) * (1.0 / (self.d * self.s))
+            off = own - mean
+            squares = Float32(cutlass.select_(lane < self.cluster, squares, Float32(0.0))) + count * off * off
+            squares = cute.arch.warp_reduction(squares, operator.add)
+            self._keep(tensors, sums, where, group, (mean, squares))
+
+    @cute.jit
+    def _keep(
+        self, tensors: cutlass.Constexpr, sums: cutlass.Constexpr, where: cutlass.Constexpr, group: Int32,
+        moments: cutlass.Constexpr,
+    ):  # fmt: skip
+        """Keep a group's mean and rstd for all threads; the first CTA writes them."""
+        variance = moments[1] * (1.0 / (self.d * self.s))
+        rstd = cute.math.rsqrt(variance + self.variant.attrs["eps"], fastmath=True)
+        if cute.arch.lane_idx() == 0:
+            self._write_group(tensors, sums, where, group, (moments[0], rstd))
+
+    def _write_group(self, tensors, sums, where, group, numbers):
+        place, start = where
+        index = start // self.d + group
+        first = (cute.arch.block_idx()[1] == 0) & (index < self.groups)
+        for which, (name, value) in enumerate(zip(("mean", "rstd"), numbers)):
+            sums[3][group, which] = value
+            self.store_if(first, self.row_numbers(getattr(tensors, name), name, place), index, value)
