@@ -159,6 +159,7 @@ def points() -> Iterator[Point]:
     yield from (conv((1, 4096), 5216, 4, "fwd", "float32"), conv((8, 4096), 2048, 4, "fwd", "bfloat16"))
     yield from (conv((97, 1024), 920, 4, "bwd", "float16"), conv((6, 1024), 6840, 4, "bwd", "float32"))
     yield from (conv_channels_first(2, 5896, 4096, 3, "bfloat16"), conv_channels_first(9, 1111, 3001, 4, "bfloat16"))
+    yield from (conv_channels_first(400, 1536, 77, 4, "bfloat16"), rows("adamw", 289, attrs=(("eps", 0.1),)))
     yield from (grouped(143, 1600, 192), grouped(516, 1024, 128), grouped(66, 4096, 256), grouped(110, 1024, 320))
     yield from (rows("dropout_add_layernorm", 8192, **DROPPED), rows("dropout_add_rmsnorm", 4096, **DROPPED))
     yield from (routed(511845, 256, 8), routed(262144, 512, 8), routed(4194304, 8, 2), routed(819200, 128, 8))

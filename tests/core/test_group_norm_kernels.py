@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,10 +16,12 @@ from cute_ops import Op, fused, testing
 from cute_ops.declaration.binding import bind
 from cute_ops.declaration.shapes import ITEMSIZE
 from cute_ops.hardware import ARCHES, MAX_THREADS
+from cute_ops.jit import plan as plans
 from cute_ops.jit.compile_pool import worker
 from cute_ops.jit.layout import Memory
 from cute_ops.jit.plan import plan
 from cute_ops.jit.target import parse
+from cute_ops.kernels.norm.group_config import GroupConfig
 from cute_ops.ops.norm import group_config
 from cute_ops.ops.norm.group_norm import PARTS, group_norm_moments, group_norm_of_examples
 from cute_ops.testing import kernel_calls
@@ -70,6 +75,31 @@ def test_clusters_read_groups_once(silu: bool) -> None:
         assert config["form"] == "smem" and (config["cluster"] > 1 or name == "group_norm_examples_bwd")
         assert config.get("keep", 0) == (silu and name.endswith("bwd"))
         kernel_calls.check(call, watched=n < 100)
+
+
+def test_clusters_hold_a_part_while_the_next_one_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts that are more than clusters, of groups that cross vectors, with means that are large."""
+    seed = int(os.environ.get("CUTE_OPS_SEED", "43"))
+    print("seed", seed)
+    rng = np.random.default_rng(seed)
+    op = next(op for op in PARTS if op.name == "group_norm_examples")
+    for cluster, groups, each, width in ((1, 8, 6, 24), (2, 4, 10, 40), (2, 3, 16, 16), (4, 8, 2, 8)):
+        examples, positions, clusters = int(rng.integers(2, 6)), int(rng.integers(1, 90)), int(rng.integers(1, 5))
+        config = GroupConfig("held", 64, cluster, 1, width=width, vec=8, clusters=clusters)
+        call = kernel_calls.made(op, examples, groups * each, "bfloat16", "compact", rng, m=positions, g=groups)
+        x = call.arrays["x"]
+        assert x is not None
+        shifted = (x.astype(np.float32) + 40 * int(rng.integers(2))).astype(x.dtype)
+        attrs = {**op.attrs, "groups": groups, "silu": bool(rng.integers(2))}
+        monkeypatch.setattr(plans, "configured", partial(configured_by, config.flat()))
+        kernel_calls.check(call._replace(arrays={**call.arrays, "x": shifted}, attrs=attrs), watched=True)
+
+
+def configured_by(config: Mapping[str, Any], call: plans.Signature, _: Any) -> plans.Plan:
+    return CONFIGURED(call, config)
+
+
+CONFIGURED = plans.configured
 
 
 def test_examples_of_any_sizes_fit_a_cta() -> None:

@@ -185,6 +185,16 @@ def test_steps_of_adamw_that_the_device_counts(op: Op) -> None:
         kernel_calls.check(call._replace(arrays={**call.arrays, "scale": steps}, more=draw, attrs=attrs))
 
 
+def test_adamw_of_compact_rows_that_vectors_cross() -> None:
+    """A vector takes the numbers of both its rows; other layouts, and rows shorter than a vector, go row by row."""
+    rng = np.random.default_rng(4)
+    for i in range(6):
+        rows, n = int(rng.integers(1, 40)), int(rng.integers(1, 400)) | 1
+        dtype, layout = str(rng.choice(FLOATS)), LAYOUTS[0] if i % 3 else str(rng.choice(LAYOUTS))
+        call = kernel_calls.made(adamw, rows, n, dtype, layout, rng)
+        kernel_calls.check(call._replace(attrs={**adamw.attrs, "eps": 0.1}))
+
+
 @pytest.mark.parametrize("n", [1, 31, 1025, 4096, 9001])
 def test_the_mean_of_losses_that_are_not_ignored(n: int) -> None:
     """With losses and of one; targets of both widths, among them the widest; NaN where all are ignored."""
@@ -244,6 +254,18 @@ def test_numbers_of_sequences_that_are_off_a_vector(op: Op) -> None:
         call = kernel_calls.made(op, 3, 5, "bfloat16", "compact", np.random.default_rng(seed), s=64, w=4)
     where = call.where["seq_idx"]
     kernel_calls.check(call._replace(where={**call.where, "seq_idx": where._replace(address=4)}))
+
+
+def test_lanes_of_a_warp_take_a_short_row_each() -> None:
+    """Rows of four to sixteen lanes, some of which have no row, and that walk some steps where vectors are short."""
+    rng, found = np.random.default_rng(5), set()
+    for s in (3, 16, 33, 64, 77, *map(int, rng.integers(1, 120, 5))):
+        op, w, dtype = causal_conv1d_channels_first_bwd, int(rng.integers(2, 5)), str(rng.choice(FLOATS))
+        layout = str(rng.choice(LAYOUTS, p=(0.6, *(0.4 / (len(LAYOUTS) - 1),) * (len(LAYOUTS) - 1))))
+        call = kernel_calls.made(op, int(rng.integers(1, 4)), int(rng.integers(1, 40)), dtype, layout, rng, s=s, w=w)
+        found.add(call.planned()[1].variant.config.get("lanes"))
+        kernel_calls.check(call, watched=True)
+    assert {4, 8, 16} <= found
 
 
 @pytest.mark.parametrize("op", [causal_conv1d_channels_first_bwd, causal_conv1d_channels_first], ids=lambda op: op.name)
