@@ -296,7 +296,7 @@ class GroupExamplesForward(GroupMoments, GroupExamples):
         for batch in cutlass.range_constexpr(self.batches):
             self.arrived(batch)
             self._sum(tensors, slots, place, found, pivot, batch)
-        mean, rstd = self.combine(tensors, found, pivot, sums, place, start)
+        mean, rstd = self.combine(tensors, sums, (found, pivot), (place, start))
         let_next_start(self.pdl)
         self._write(tensors, slots, place, (mean, rstd, weight, bias))
 

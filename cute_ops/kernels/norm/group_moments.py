@@ -40,31 +40,31 @@ class GroupMoments:
             found[0][j] = found[0][j] + apart
             found[1][j] = found[1][j] + apart * apart
 
-    def combine(self, tensors, found, pivot, sums, place, start, stage=0, phase=0):
+    def combine(self, tensors, sums, found, where, turn=(0, 0)):
         """(mean, rstd) of the groups of this thread's channels, from all threads' sums; written for each group, too.
 
-        ``start``: the first channel of the cluster's; ``stage`` and ``phase``: of the numbers that CTAs exchange.
+        ``found``: a thread's sums, and the pivots; ``where``: its place, and the first channel of the cluster's;
+        ``turn``: stage and phase of the numbers that CTAs exchange.
         """
-        self._of_threads(found, pivot, sums, place)
+        (place, _), (stage, phase) = where, turn
+        self._of_threads(found, sums, place)
         cute.arch.barrier()
         self._of_helpers(sums)
         cute.arch.barrier()
-        self._of_cta(tensors, sums, (place, start), stage)
+        self._of_cta(tensors, sums, where, stage)
         if self.cluster > 1:
             self.numbers.wait(sums[2], stage, phase)
-            self._of_cluster(tensors, sums, (place, start), stage)
+            self._of_cluster(tensors, sums, where, stage)
         cute.arch.barrier()
         return [self.of_groups(lambda group, which=which: sums[3][group, which], place) for which in range(2)]
 
     @cute.jit
-    def _of_threads(
-        self, found: cutlass.Constexpr, pivot: cutlass.Constexpr, sums: cutlass.Constexpr, place: cutlass.Constexpr
-    ):  # fmt: skip
+    def _of_threads(self, found: cutlass.Constexpr, sums: cutlass.Constexpr, place: cutlass.Constexpr):
         if cute.arch.thread_idx()[0] < self.across * self.depth:
-            self._store_threads(found, pivot, sums, place)
+            self._store_threads(found, sums, place)
 
-    def _store_threads(self, found, pivot, sums, place):
-        top = cute.arch.thread_idx()[0] // self.across
+    def _store_threads(self, found, sums, place):
+        (found, pivot), top = found, cute.arch.thread_idx()[0] // self.across
         inverse = 1.0 / cutlass.max(Float32(Int32(place.count * self.part)), Float32(1.0))
         for j in range(self.parts):
             total, squares = (self._of_part(rSum, j) for rSum in found)

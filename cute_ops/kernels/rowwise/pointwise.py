@@ -98,9 +98,7 @@ class Pointwise:
         pieces = (*self.inputs, *self.outputs)
         self.one_row = all(map(self._follows, pieces))
         widest, self.vec = self._widths(pieces)
-        self.crossed = self._crosses(pieces, widest)
-        if self.crossed:
-            self.one_row, self.vec = True, widest
+        self._cross(pieces, widest)
         self.shared = next((i for i, p in enumerate(inputs) if p.shared), None)
         self.turns = self.shared is not None and config.turns
         self.shifted, tiles = None, all(p.tile and not p.shared for p in pieces)
@@ -110,7 +108,7 @@ class Pointwise:
         self.unroll = config.unroll * max(widest // self.vec, 1)
         self.block = self.threads * self.unroll
         # Rows of whole vectors need no masks inside a vector.
-        self.whole = self.n is not None and self.n % self.vec == 0 and not self.crossed
+        self.whole = self.n is not None and self.n % self.vec == 0
         per_row = self.n // self.vec if self.whole else 0
         # CTAs per row if they divide it evenly, else 0.
         self.even = 0 if self.one_row or per_row % self.block else per_row // self.block
@@ -118,8 +116,13 @@ class Pointwise:
         self.tiled = bool(self.even) or (self.one_row and self.whole)
         self.pdl = can_use_pdl(variant.arch)
 
+    def _cross(self, pieces, widest):
+        """Take tiles for one long row if its vectors may have numbers of two rows. Such rows are no whole vectors."""
+        self.crossed = self._crosses(pieces, widest)
+        if self.crossed:
+            self.one_row, self.vec = True, widest
+
     def _crosses(self, pieces, widest):
-        """Whether tiles are one long row, of which vectors take the numbers of two rows."""
         numbers = [p for p in pieces if p.rows and not p.columns]
         others = [p for p in pieces if p not in numbers]
         aligned = all(self.keys[p.name].align >= VECTOR_BYTES for p in others if p.tile)
