@@ -60,8 +60,8 @@ class GroupExamplesHeld(GroupExamplesForward):
         """
         part, more, count = parts
         (place, start), (ahead, _) = self.place_of(part), self.place_of(part + more, part + more < count)
-        sums, turn = shared.sums, (i % self.stages, i // self.stages % 2)
-        self.numbers.expect(sums[2], turn[0])
+        sums, stage = shared.sums, i % self.stages
+        self.numbers.expect(sums[2], stage)
         rX = [fragment(tensors.x.element_type, self.vec) for _ in range(self.per_thread)]
         pivot, found = None, [fragment(Float32, self.vec, 0.0) for _ in range(2)]
         for batch in cutlass.range_constexpr(self.batches):
@@ -70,7 +70,7 @@ class GroupExamplesHeld(GroupExamplesForward):
                 pivot = self.pivots(widen(rX[0]), place)
             self._sum_held(rX, place, found, pivot, batch)
         rWeight, rBias = (self._parameter(name, getattr(tensors, name), place) for name in ("weight", "bias"))
-        mean, rstd = self.combine(tensors, sums, (found, pivot), (place, start), turn)
+        mean, rstd = self.combine(tensors, sums, (found, pivot), (place, start), (stage, i // self.stages % 2))
         self._write_held(tensors, rX, place, (mean, rstd, rWeight, rBias))
 
     def _of(self, batch):
