@@ -82,7 +82,8 @@ def test_vectors_of_one_long_row_take_the_numbers_of_two_rows() -> None:
         lambda xp, x, y, shift, scale: (xp.tanh((x - shift) * scale), x * y * shift),
         operands={"x": TILE, "y": TILE, "shift": "*m 1", "scale": "*m 1"}, name="shifted_and_scaled",
     )  # fmt: skip
-    for rows, n in ((1, 9), (3, 8), (257, 11), *((int(rng.integers(1, 60)), int(rng.integers(1, 700))) for _ in range(6))):
+    drawn = [(int(rng.integers(1, 60)), int(rng.integers(1, 700))) for _ in range(6)]
+    for rows, n in ((1, 9), (3, 8), (257, 11), *drawn):
         dtype, layout = str(rng.choice(FLOATS)), str(rng.choice(kernel_calls.LAYOUTS, p=(0.7, 0.1, 0.1, 0.1)))
         kernel_calls.check(kernel_calls.made(op, rows, n, dtype, layout, rng))
 

@@ -63,9 +63,13 @@ class ConvConfig(KernelConfig):
 
 
 class FirstConfig(KernelConfig):
-    """Where positions are neighbours in memory: ``threads`` of a CTA, ``steps``: vectors of a row that a thread of the
-    forward has, ``ahead``: vectors of a row for which a thread of the gradient prefetches to L2, and ``lanes`` of a warp
-    that take a row of the gradient.
+    """Where positions are neighbours in memory.
+
+    Attributes:
+        threads: of a CTA.
+        steps: vectors of a row that a thread of the forward has.
+        ahead: vectors of a row for which a thread of the gradient prefetches to L2.
+        lanes: of a warp, that take a row of the gradient.
     """
 
     threads: int

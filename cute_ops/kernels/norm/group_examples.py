@@ -14,7 +14,17 @@ from cute_ops.declaration.shapes import ITEMSIZE
 from cute_ops.hardware import VECTOR_BYTES, WARP
 from cute_ops.kernels.lib.activation import silu
 from cute_ops.kernels.lib.arguments import named
-from cute_ops.kernels.lib.copy import copy_vector, fragment, gmem_elements, gmem_pointer, load, load_if, narrow, store, widen
+from cute_ops.kernels.lib.copy import (
+    copy_vector,
+    fragment,
+    gmem_elements,
+    gmem_pointer,
+    load,
+    load_if,
+    narrow,
+    store,
+    widen,
+)
 from cute_ops.kernels.lib.kept import KeptVectors
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_layout import SMEM_PERCENT, row_address, row_count

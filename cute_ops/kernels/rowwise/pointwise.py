@@ -75,12 +75,12 @@ class Pointwise:
 
     If all tensors are compact and none is read by halves, they are one long row, whatever n; else rows are taken one by
     one. With numbers of rows beside them, too, they are one long row if rows start off a vector: a vector has elements
-    of two rows at most, and takes the numbers of both. Tile: a CTA of ``threads`` takes ``unroll`` vectors per thread, ``threads`` apart, and more if alignment makes
-    vectors shorter than 16 bytes. A vector has 16 bytes of the widest tile that is read; a wider tensor takes several
-    accesses. All loads of a thread are in flight together. None depends on a condition, because the compiler would put
-    conversions behind it, too, for which the next load would wait. CTAs that start while the previous kernel is busy
-    prefetch their inputs to L2. No shared memory. Bytes moved per element: every tensor once. Rows of tiles that do not
-    start on half a vector, unless they are short, go to
+    of two rows at most, and takes the numbers of both. Tile: a CTA of ``threads`` takes ``unroll`` vectors per thread,
+    ``threads`` apart, and more if alignment makes vectors shorter than 16 bytes. A vector has 16 bytes of the widest
+    tile that is read; a wider tensor takes several accesses. All loads of a thread are in flight together. None depends
+    on a condition, because the compiler would put conversions behind it, too, for which the next load would wait. CTAs
+    that start while the previous kernel is busy prefetch their inputs to L2. No shared memory. Bytes moved per element:
+    every tensor once. Rows of tiles that do not start on half a vector, unless they are short, go to
     :class:`~cute_ops.kernels.rowwise.pointwise_unaligned.PointwiseShifted`, which takes no vectors and scalars.
 
     Args:
