@@ -19,17 +19,19 @@ CHANNELS = 4
 AHEAD, AHEAD_BACKWARD = 12, 6
 # The two numbers above for rows that start anywhere, where the channels of a thread are a warp apart.
 AHEAD_APART, AHEAD_APART_BACKWARD = 6, 4
-# All rows of a span are on their way at once, and CTAs are so many that an SM's end one after another. The rows before
-# a span are loaded twice, from L2, since it is soon over. 3 x 2048 x 5216 in float32 runs at 0.94 of a copy's rate, by
-# spans of 48 rows at 0.85; 8 x 4096 x 2048 in bfloat16 at 0.94, by those at 0.90.
-SPAN = 12
+# Short spans: most of their rows are on their way at once, CTAs are so many that those of an SM end one after another,
+# and the rows before a span, which are loaded twice, come from L2, since it is soon over. 3 x 2048 x 5216 in float32
+# runs at 0.92 of a copy's rate, by spans of 48 rows at 0.85; 97 x 1024 x 920 in float16 at 0.91, by those at 0.84, by
+# 12 rows at 0.87. Of rows that start anywhere 8 x 4096 x 2049 runs at 0.61, by 12 rows at 0.53.
+SPAN, SPAN_APART = 18, 24
 # CTAs of an SM: 80 registers of a thread, in the gradient 168.
 RESIDENT, RESIDENT_BACKWARD, RESIDENT_BACKWARD_WIDE = 6, 3, 2
 
 
 def forward(problem: Problem) -> ConvConfig:
     found = ConvConfig(THREADS, CHANNELS, AHEAD, RESIDENT, problem.sm_count, SPAN)
-    return replace(found, ahead=AHEAD_APART) if found.apart(problem.n, _start(problem)) else found
+    apart = found.apart(problem.n, _start(problem))
+    return replace(found, ahead=AHEAD_APART, span=SPAN_APART) if apart else found
 
 
 def backward(problem: Problem) -> ConvConfig:
@@ -65,6 +67,6 @@ def needs(problem: Problem, flat: Config) -> Needs:
     return Needs(config.threads, LEAST_REGISTERS + held * config.channels, resident=config.resident)
 
 
-SPACE = vary(needs=needs, ahead=(6, 9, 12), span=(12, 24, 48), resident=(4, 6))
+SPACE = vary(needs=needs, ahead=(6, 9, 12), span=(12, 18, 24, 48), resident=(4, 6))
 # Depends on the number of rows, as the grouping of the parameters' gradients does.
 BACKWARD = vary(needs=needs, buckets={"m": POWERS, "s": POWERS}, ahead=(4, 6, 8), resident=(2, 3, 4))
