@@ -39,6 +39,17 @@ SECTOR_BYTES = 32
 LINE_BYTES, SMALL_LAST_BYTES, PIECE_BYTES, MOST_PIECE = 128, 16_000, 4, 96
 LINE_THREADS, LINE_SM_THREADS = 512, 1024
 ONE_LINE_THREADS, ONE_LINE_SM_THREADS = 256, 768
+# Bytes of a CTA of a forward whose pieces are no whole lines: 60 x 4096 x 192 runs at 0.77 by four CTAs, by eight at
+# 0.70.
+WIDE_LAST_BYTES = 100_000
+# What a piece of less than two sectors costs the gradient: 516 x 1024 x 128 runs at 0.81 by 64 bytes and two CTAs, by
+# 32 bytes and one at 0.71; 66 x 4096 x 256 at 0.70 by eight CTAs, by four at 0.61.
+SHORT_PIECE = 1.2
+# Threads, and the most vectors of one, of pairs of CTAs that hold a part in registers while the next one arrives, alone
+# on their SMs: in place of clusters of four and more, of which not all may run at once, if pieces are no whole lines.
+# 61 x 2304 x 192 runs at 0.75, in shared memory of four CTAs at 0.68; 70 x 1600 x 320 at 0.75, at 0.72. Without need
+# 143 x 1600 x 192 runs at 0.80, in shared memory of two at 0.81.
+HELD_THREADS, HELD_VECTORS, HELD_CLUSTER = 384, 22, 2
 # Elements of a CTA that reads twice, where a cluster can share more, and CTAs of the largest of these.
 PASSES, MOST_PASSES = 1 << 14, 8
 
@@ -154,10 +165,25 @@ def examples(problem: Problem) -> GroupConfig:
             for width, cluster in _spread((positions, channels), widths, (itemsize, each), limits.cluster):
                 found, taken = made(width, cluster, unit, "smem", each)
                 if taken + RESERVED_BYTES + 8 * width <= limits.shared_per_cta:
-                    return replace(found, keep=keep)
+                    return (len(inputs) == 1 and _held(problem, found)) or replace(found, keep=keep)
     width, vec = _of_passes(channels, groups, min(aligned, VECTOR_BYTES) // itemsize, unit)
     cluster = min(_cluster_of_passes(positions * width), next_power(positions), limits.cluster)
     return made(width, cluster, vec, "passes")[0]
+
+
+def _held(problem: Problem, found: GroupConfig) -> GroupConfig | None:
+    """The pairs of CTAs that hold parts in registers, in place of larger clusters; None where they are not faster."""
+    size, across = found.width * ITEMSIZE[problem.dtypes["x"]], found.width // found.vec
+    if found.cluster <= HELD_CLUSTER or size % LINE_BYTES == 0 or across > HELD_THREADS:
+        return None
+    span = -(-problem.dims["m"] // HELD_CLUSTER)
+    per_thread = -(-span // (HELD_THREADS // across))
+    # A vector of a thread, and the most that it takes of shared memory beside its vectors.
+    taken = HELD_THREADS * (per_thread * VECTOR_BYTES + 8 * found.vec + 12)
+    if per_thread > HELD_VECTORS or taken > ring_bytes(problem):
+        return None
+    clusters = problem.sm_count // HELD_CLUSTER
+    return replace(found, form="held", threads=HELD_THREADS, cluster=HELD_CLUSTER, resident=1, clusters=clusters)
 
 
 def _of_passes(channels: int, groups: int, aligned: int, unit: int) -> tuple[int, int]:
@@ -179,13 +205,16 @@ def _spread(
     ``sizes``: bytes of an element, and of those of all inputs.
     """
     (positions, channels), (itemsize, each), found = shape, sizes, []
-    most = min(largest, next_power(positions))
+    most, forward = min(largest, next_power(positions)), each == itemsize
     for width in widths:
+        size = width * itemsize
+        held = WIDE_LAST_BYTES if forward and size % LINE_BYTES else LAST_BYTES
+        worse = SHORT_PIECE if size < 2 * SECTOR_BYTES and not forward else 1.0
         for c, cost in CLUSTER_COST.items():
-            if c <= most and -(-positions // c) * width * each <= LAST_BYTES:
-                found.append((_waste(width * itemsize) * cost, width, c))
+            if c <= most and -(-positions // c) * width * each <= held:
+                found.append((_waste(size) * cost * worse, width, c))
     found.sort()
-    if each == itemsize and found:
+    if forward and found:
         _, width, c = found[0]
         if width * itemsize < LINE_BYTES or -(-positions // c) * width * each < SMALL_LAST_BYTES:
             pieces = {width: PIECE_BYTES / _piece(width, channels, itemsize) for _, width, _ in found}
