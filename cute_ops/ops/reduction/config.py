@@ -97,6 +97,10 @@ PAIR_SM_THREADS, PAIR_SM_THREADS_CLUSTERED, LARGE_CLUSTER, FOUR_VECTORS_THREADS 
 # A row in segments: threads of a CTA and vectors of a segment, by whether rows are aligned. Edges of unaligned segments
 # need masks, so these are fewer and longer.
 SEGMENT = {True: (512, 2048), False: (256, SMEM_VECTORS)}
+# Sums of rows of 16 bits that start on half a vector, of which four CTAs have so many vectors each: by HALVES_THREADS
+# those of 92588, 81444 and 95988 columns run at 1.02 - 1.03 of a copy's rate, by 288, 320, 384 or 512 threads at 0.87 -
+# 0.90, however many CTAs share an SM; 76004 runs at 1.03, at 1.04 by 320.
+HALVES_THREADS, HALVES_RESIDENT, HALVES_SPAN = 448, 3, (2100, 3584)
 # Where rows are many, aligned rows up to this length are not cut: in general, and in a kernel that reads no rows.
 WHOLE_ROW, WHOLE_FILLED_ROW = 8192, 2048
 # In a kernel that reads no rows, aligned rows longer than this, up to TWO_VECTORS_ROW, share a CTA by two.
@@ -118,7 +122,7 @@ def reduced(problem: Problem, longest: int = LONG_REDUCED_ROW) -> ReduceConfig:
         share = threads_for(row.touched, each) if row.aligned or _shifted(row) else row_threads(row)
         return ReduceConfig("one_pass", 256, share, align_vectors=row.align_vectors)
     if found := _kept(problem, row, longest):
-        return _smoothed(problem, row, found)
+        return _smoothed(problem, row, _of_halves(problem, row, found))
     # However few rows there are: with other sums a row would have other bits in other company.
     if "logits" in problem.dtypes and row.aligned and row.vectors <= LOGITS_SMEM_ROW and (found := _long_smem(row)):
         return _smoothed(problem, row, found)
@@ -148,6 +152,15 @@ def reduced_with_place(problem: Problem) -> ReduceConfig:
     resident = max(1, min((row.ring_bytes - RESERVED_BYTES) // slot, PLACED_SM_THREADS // threads))
     found = replace(found, threads=threads, threads_per_row=share, resident=resident)
     return _smoothed(problem, row, found) if row.aligned else found
+
+
+def _of_halves(problem: Problem, row: RowProblem, found: ReduceConfig) -> ReduceConfig:
+    """The config of a row that starts on half a vector, where four CTAs share it: see :data:`HALVES_THREADS`."""
+    least, most = HALVES_SPAN
+    half = found.cluster == 4 and problem.aligns.get("x") == VECTOR_BYTES // 2 and row.itemsize == 2
+    if not half or not least <= -(-row.touched // found.cluster) <= most:
+        return found
+    return replace(found, threads=HALVES_THREADS, threads_per_row=HALVES_THREADS, resident=HALVES_RESIDENT)
 
 
 def _smoothed(problem: Problem, row: RowProblem, found: ReduceConfig) -> ReduceConfig:
