@@ -25,7 +25,8 @@ from cute_ops_jax.primitive.function import register
 
 Call = Callable[[Sequence[Any]], list[Any]]
 FEW_QUERIES = 16  # of a step of decoding
-FEW_BLOCKS, FEW_KEYS = 32, 256  # heads of keys of all sequences, and keys: fewer have not been timed
+# Keys; heads of keys of all sequences; keys of all these: XLA's products are faster for fewer of both or of the first.
+FEW_KEYS, MANY_HEADS, LEAST_KEYS = 256, 40, 1 << 15
 LONG = 2048  # keys, for more than a few queries of a head of keys
 MOST_KEYS = 1 << 24
 # Operands that are row vectors, which a program may hold with more dims, of one element.
@@ -154,7 +155,8 @@ def decoding_of(found: Composite) -> Composite | None:
     XLA's products are faster.
 
     On an H200 8 sequences of 8192 keys of 8 heads take 82 us (XLA 268), 12 of 13450 152 (916), 64 of 2048 129 (474), 64
-    of 256 35 (78), 4 of 2048 30 (58); 16 queries of 4 heads that share each of them, 8 of 8192, 147 (403).
+    of 256 35 (78), 1 of 8192 22 (27), 3 of 1024 26 (26), 4 of 512 24 (22); 16 queries of 4 heads that share each of
+    them, 8 of 8192, 147 (403).
     """
     step = found.attrs.get("decoding")
     if step is None:
@@ -162,7 +164,8 @@ def decoding_of(found: Composite) -> Composite | None:
     b, *sizes, _ = step.parts["k"].shape
     heads, keys = sizes if step.heads_first else sizes[::-1]
     many = step.parts["q"].shape[2] > FEW_QUERIES * heads and keys < LONG
-    if jax.default_backend() == "gpu" and (many or b * heads < FEW_BLOCKS or keys < FEW_KEYS):
+    few = keys < FEW_KEYS or (b * heads < MANY_HEADS and b * heads * keys < LEAST_KEYS)
+    if jax.default_backend() == "gpu" and (many or few):
         return None
     operands = {name: part.node for name, part in step.parts.items()}
     operands |= {name: end.array for name, end in (("end", step.end), ("begin", step.begin)) if end and end.array}
