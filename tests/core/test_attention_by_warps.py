@@ -123,7 +123,7 @@ def test_gradients_in_one_pass(call: Call, functions: Functions, tmp_path: Path)
     dout, lse, delta, right = with_cotangents(call, (q, k, v), functions)
     config = AttentionBackwardConfig.of(run.variant.config)
     check_shared(tmp_path, config.shared(call.d, call.e))
-    logs, delta = of_whole_tiles(call, functions, lse, delta)
+    logs, delta = of_whole_tiles(call, lse, delta)
     sums = np.zeros((*logs.shape, call.d), np.float32)
     dk, dv = (np.full_like(x, np.nan) for x in (k, v))
     ctas = -(-call.t // config.block) * call.g * call.batch

@@ -55,7 +55,7 @@ class AttentionBackward:
             one_pass = TallOnePass if tall else OnePassBackward if in_turns else ShortHeadsBackward
         elif max(dims["d"], dims["e"]) > LONGEST:
             one_pass = WideHeadsBackward
-        elif not config.score and (mods.mask is None or mods.is_interval):  # as measured
+        elif (not config.score or mods.cap is not None) and (mods.mask is None or mods.is_interval):  # as measured
             one_pass = OnePassInParts
         of_queries, of_keys = QueriesBackward, KeysBackward
         if config.warps:

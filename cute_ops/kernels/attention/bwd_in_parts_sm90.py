@@ -15,7 +15,7 @@ from cute_ops.kernels.tensor_core.sizes import WARPGROUP
 
 
 class OnePassInParts(OnePassBackward):
-    """What :class:`OnePassBackward` computes, where scores are not changed, with tensor cores that wait less.
+    """What :class:`OnePassBackward` computes, where at most a cap changes scores, with tensor cores that wait less.
 
     Weights, and ``ds`` for dk, are multiplied 16 queries at a time, as soon as these are computed. The product that
     gives dq comes last, as it waits for the other warpgroup, and behind it the next tile's scores, during which dq is
@@ -135,10 +135,9 @@ class OnePassInParts(OnePassBackward):
         and what :meth:`Tiles.rest_of` gives.
         """
         (mma_dv, tVrO), (rS, rWeights, rDv), (place, whole, rest) = product, registers, at
-        if not whole:
-            self.mods.hide(by_row(rS), place, self.weights.hidden, rest)
+        near = self.weights.hide(rS, place, whole, rest)
         for part in cutlass.range_constexpr(self.parts_of_tile):
-            self.weights.of_part(rS, rWeights, part, lse)
+            self.weights.of_parts((rS, rWeights), [part], (lse, place), near)
             multiply_part(mma_dv, rWeights, tVrO, rDv, part, slot.index)
 
     def _multiply_cotangents(self, product, registers, slot, delta):

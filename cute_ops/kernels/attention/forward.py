@@ -17,7 +17,7 @@ class ForwardKernel:
         self.d, self.dv, self.tile_n = dims["d"], dims["e"], config.tile_n
         self.mods = Mods(attrs["scale"] or self.d**-0.5, config.score, config.mask, config.bounds)
         self.tiles = Tiles(config.block, self.tile_n, self.mods)
-        self.softmax = softmax_of(self.mods, self.dv, variant.tensors["q"].dtype)
+        self.softmax = softmax_of(self.mods, self.d, self.dv, variant.tensors["q"].dtype)
         self.packed = "cu_seqlens_q" in variant.names
 
     def _count(self, sizes):

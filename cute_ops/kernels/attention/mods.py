@@ -229,12 +229,14 @@ class Mods:
         """Whether scores are changed one by one, however others of the tile are."""
         return self._dscore is not None and not self._score.absolute
 
-    def by_column(self, products, place):
-        """Of each row and column what takes the place of a product of a query and a key, and a function from a
-        cotangent of the score to one of the product.
+    def by_column(self, products, place, columns=None):
+        """Of each row and column, or only of some columns, what takes the place of a product of a query and a key, and
+        a function from a cotangent of the score to one of the product.
         """
         loaded = {}
         for r, c, at, coordinates in place.each(down=True):
+            if columns is not None and c not in columns:
+                continue
             given = Scaled(self.scale, products[r, c]), *coordinates
             operands = self.score.along(self.score.operands(given, place.sizes.captured, loaded, at), place, c)
             varying = self.score.varying(place)

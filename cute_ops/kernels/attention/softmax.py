@@ -29,8 +29,13 @@ class Near(NamedTuple):
     bound: float
 
 
-# Both are wrong by 3.4e-6 of tanh at most, as little as scores in float32 are; the second one ascends everywhere.
-CUBIC = Near((0.9999965658347145, -0.3314233210879795), 0.12)
+# By the least elements of a head: wrong by 3.4e-6, 6.8e-6 and 9.5e-6 of tanh at most, as little as scores in float32
+# are, which are sums of so many products.
+CUBICS = {
+    16: Near((0.9999965658347145, -0.3314233210879795), 0.12), 64: Near((0.99999319, -0.33064564), 0.1425),
+    128: Near((0.99999048, -0.33015769), 0.155),
+}  # fmt: skip
+# Wrong by 3.4e-6 of tanh at most, and it ascends everywhere.
 QUINTIC = Near((0.9999966173826041, -0.33286093587899307, 0.12343751134273151), 0.36)
 
 
@@ -45,8 +50,14 @@ class NearWithSlope(NamedTuple):
     error: float
 
 
-# Of gradients, whose products are rounded to 16 bits: the slope is wrong by less than 3e-5.
-GRADIENT = NearWithSlope((0.99998507, -0.33018586), (0.99997026, -0.98743932), 0.138, 4.2e-7)
+# Of gradients, whose products are rounded to 16 bits: the slope is wrong by less than 9e-5, or 3e-5, of large caps.
+GRADIENTS = (
+    NearWithSlope((0.99995713, -0.32801012), (0.99991488, -0.97878986), 0.18, 1.55e-6),
+    NearWithSlope((0.99998507, -0.33018586), (0.99997026, -0.98743932), 0.138, 4.2e-7),
+)
+LEAST_CAP, LEAST_FACTOR = 1e-3, 1e-30  # with which a polynomial gives hidden scores a weight of 0
+# The argument of a hidden score's tanh: the polynomial of it has an exponential of 0.
+HIDDEN = 999_983.0
 MOST_WRONG = 1e-4  # an error of scores, and so of weights relatively, that 16 bits do not show
 
 
@@ -96,6 +107,21 @@ def store_packed(rX, rP):
     pairs = cute.recast_tensor(rP, Int32)
     for i in range(cute.size(pairs)):
         pairs[i] = pack(rX[2 * i], rX[2 * i + 1], rP.element_type)
+
+
+def into_pairs(rP):
+    """A function that converts weights of neighbouring columns, one after another, and stores them in pairs; it does
+    nothing without ``rP``.
+    """
+    pairs, first = None if rP is None else cute.recast_tensor(rP, Int32), {}
+
+    def put(r, c, weight):
+        if pairs is not None and c % 2 == 0:
+            first[r] = weight
+        elif pairs is not None:
+            pairs[c // 2 * 2 + r] = pack(first[r], weight, rP.element_type)
+
+    return put
 
 
 def columns_of_part(part):
@@ -264,12 +290,13 @@ class CappedSoftmax(OnlineSoftmax):
         cap: a and b.
         scale, offset, growth: see :class:`OnlineSoftmax`; scale and offset are those of changed scores.
         signed: see above.
+        d: elements of a head, that products are summed over.
     """
 
-    def __init__(self, cap, scale, offset, growth, signed):
+    def __init__(self, cap, scale, offset, growth, signed, d=min(CUBICS)):
         super().__init__(scale, offset, growth)
         (self.outer, self.inner), self.signed = cap, signed
-        self.near = (QUINTIC,) if signed else (CUBIC, QUINTIC)
+        self.near = (QUINTIC,) if signed else (CUBICS[max(n for n in CUBICS if n <= d)], QUINTIC)
         self.farthest = LOWEST / 2
 
     def range_of(self, near):
@@ -369,8 +396,8 @@ class BoundedSoftmax(CappedSoftmax):
     their largest scores are not looked for, and no sums rescaled.
     """
 
-    def __init__(self, cap, scale, offset):
-        super().__init__(cap, scale, offset, GROWTH, signed=False)
+    def __init__(self, cap, scale, offset, d=min(CUBICS)):
+        super().__init__(cap, scale, offset, GROWTH, signed=False, d=d)
         self.least, self.farthest = -offset / scale, HIGHEST
 
     def add_changed(self, rS, sums, whole, change, hide):
@@ -420,19 +447,20 @@ class Weights:
     """
 
     def __init__(self, mods, scale):
-        self.mods, self.scale = mods, scale
-        # Polynomials are for caps of which float32 holds their factors, and of which scores are right.
-        self.near = mods.cap is not None and (
-            mods.cap[0] * mods.cap[1] ** 3 / min(mods.scale, 1.0) < LARGEST
-            and mods.cap[0] * GRADIENT.error < MOST_WRONG
-        )
+        self.mods, self.scale, self.near = mods, scale, None
+        if mods.cap is not None:
+            # Polynomials are for caps of which float32 holds their factors, and of which scores are right.
+            outer, inner = mods.cap
+            held = LEAST_FACTOR < outer * inner**3 < LARGEST * min(mods.scale, 1.0) and outer >= LEAST_CAP
+            self.near = next((each for each in GRADIENTS if held and outer * each.error < MOST_WRONG), None)
 
     def of_lse(self, lse, given):
-        """A row's log-sum-exp, of base 2, less the offset of scores; infinite where the row has no key or is not
-        ``given``: its weights are 0.
+        """A row's log-sum-exp, of base 2, without a cap less the offset of scores; infinite where the row has no key or
+        is not ``given``: its weights are 0.
         """
         log = lse * Float32(LOG2_E)
-        log = log - Float32(self.mods.outer[1] * LOG2_E) if self.mods.outer[1] else log
+        if self.mods.outer[1] and self.mods.cap is None:
+            log = log - Float32(self.mods.outer[1] * LOG2_E)
         return cutlass.select_(given & (lse > -Float32.inf), log, Float32.inf)
 
     def of_rows(self, rows, first, tile, sizes):
@@ -462,33 +490,61 @@ class Weights:
             whole: whether none is left out.
             rest: see :meth:`Tiles.rest_of`.
         """
-        if cutlass.const_expr(not self.mods.is_changed_by_column):
+        if cutlass.const_expr(self.mods.cap is not None):
+            near = self.hide(rS, place, whole, rest)
+            self.of_parts((rS, rWeights), range(cute.size(rS) // (PART // 2)), (lse, place), near)
+        elif cutlass.const_expr(not self.mods.is_changed_by_column):
             self._in_steps(rS, rWeights, place, lse, whole, rest)
         elif self._is_inside(place, whole):
-            if cutlass.const_expr(self.near):
-                if self._is_near(rS):
-                    self._by_polynomial(rS, rWeights, lse)
-                else:
-                    self._by_column(rS, rWeights, place, lse)
-            else:
-                self._by_column(rS, rWeights, place, lse)
+            self._by_column(rS, rWeights, place, lse)
         else:
             self._in_steps(rS, rWeights, place, lse, whole, rest)
+
+    @cute.jit
+    def hide(self, rS, place: cutlass.Constexpr, whole, rest: cutlass.Constexpr = None):
+        """Before :meth:`of_parts`: replace products that are left out by :attr:`hidden`. Returns whether polynomials
+        are accurate enough for the others.
+        """
+        near = Boolean(False) if cutlass.const_expr(self.near is None) else self._is_near(rS)
+        if not whole:
+            self.mods.hide(by_row(rS), place, self.hidden, rest)
+        return near
 
     @property
     def hidden(self):
         """What takes the place of a product that is left out: its weight is 0, as no row's ``lse`` is NaN."""
+        if self.mods.cap is not None:
+            return HIDDEN / self.mods.cap[1]
         return -Float32.inf if self.mods.outer[0] > 0 else Float32.inf
 
-    def of_part(self, rS, rWeights, part, lse):
-        """What :meth:`of_scores` does, of the columns that one instruction multiplies, where scores are not changed and
-        those left out are :attr:`hidden`.
+    @cute.jit
+    def of_parts(self, registers: cutlass.Constexpr, parts: cutlass.Constexpr, at: cutlass.Constexpr, near):
+        """What :meth:`of_scores` does, of the columns that some instructions multiply, behind :meth:`hide`, where at
+        most a cap changes scores.
+
+        Args:
+            registers: a thread's products, and what gets the weights, see :meth:`of_scores`.
+            parts: numbers of the instructions.
+            at: ``lse(row, column)``, of base 2, and the place of the products.
+            near: what :meth:`hide` has returned.
         """
+        (rS, rWeights), (lse, place) = registers, at
+        if cutlass.const_expr(self.mods.cap is None):
+            for part in parts:
+                self._plain(rS, part, lse)
+                store_part(rS, rWeights, part)
+        elif cutlass.const_expr(self.near is None):
+            self._by_column(rS, rWeights, place, lse, parts)
+        elif near:
+            self._by_polynomial(rS, rWeights, lse, parts)
+        else:
+            self._by_column(rS, rWeights, place, lse, parts)
+
+    def _plain(self, rS, part, lse):
         scores, scale = by_row(rS), Float32(self.mods.outer[0] * LOG2_E)
         for c in columns_of_part(part):
             for r in range(2):
                 scores[r, c] = exp2(scores[r, c] * scale - lse(r, c))
-        store_part(rS, rWeights, part)
 
     def _is_inside(self, place, whole):
         """Whether nothing of a warp is left out. Its lanes go one way: both ways have votes of all of them."""
@@ -496,41 +552,40 @@ class Weights:
 
     def _is_near(self, rS):
         """Whether polynomials are accurate enough for all products of a warp."""
-        bound, parts = Float32(GRADIENT.bound / self.mods.cap[1]), [Float32(0.0)] * 4
+        bound, parts = Float32(self.near.bound / self.mods.cap[1]), [Float32(0.0)] * 4
         for i in range(cute.size(rS)):
             parts[i % 4] = cute.arch.fmax(parts[i % 4], cute.math.absf(rS[i]))
         largest = cute.arch.fmax(cute.arch.fmax(parts[0], parts[1]), cute.arch.fmax(parts[2], parts[3]))
         return cute.arch.vote_all_sync(largest <= bound)
 
-    def _by_polynomial(self, rS, rWeights, lse):
-        """Gradients of a tile of capped scores of which nothing is left out and :meth:`_is_near` is true."""
-        scores, (outer, inner), offset = by_row(rS), self.mods.cap, Float32(self.mods.outer[1] * LOG2_E)
-        pairs = None if rWeights is None else cute.recast_tensor(rWeights, Int32)
-        first, third = (Float32(outer * LOG2_E * c * inner ** (2 * i + 1)) for i, c in enumerate(GRADIENT.value))
+    def _by_polynomial(self, rS, rWeights, lse, parts):
+        """What :meth:`of_parts` does of capped scores of which :meth:`_is_near` is true."""
+        scores, (outer, inner) = by_row(rS), self.mods.cap
+        first, third = (Float32(outer * LOG2_E * c * inner ** (2 * i + 1)) for i, c in enumerate(self.near.value))
         flat, bent = (
-            Float32(outer * inner / self.mods.scale * c * inner ** (2 * i)) for i, c in enumerate(GRADIENT.slope)
+            Float32(outer * inner / self.mods.scale * c * inner ** (2 * i)) for i, c in enumerate(self.near.slope)
         )
-        weights = [[None, None], [None, None]]
-        for c in range(cute.size(scores, mode=[1])):
+        put = into_pairs(rWeights)
+        for c in (c for part in parts for c in columns_of_part(part)):
             for r in range(2):
                 x = scores[r, c]
                 square = x * x
-                weight = exp2(x * (square * third + first) - (lse(r, c) + offset))
-                weights[r][c % 2] = weight
-                if pairs is not None and c % 2:
-                    pairs[c // 2 * 2 + r] = pack(*weights[r], rWeights.element_type)
+                weight = exp2(x * (square * third + first) - lse(r, c))
+                put(r, c, weight)
                 scores[r, c] = weight * (square * bent + flat)
 
-    def _by_column(self, rS, rWeights, place, lse):
-        """Gradients of a tile of which nothing is left out, with fewer registers: products are not kept."""
-        scores, scale = by_row(rS), Float32(self.mods.outer[0] * LOG2_E)
-        pairs = None if rWeights is None else cute.recast_tensor(rWeights, Int32)
-        weights = [[None, None], [None, None]]
-        for r, c, score, derive in self.mods.by_column(scores, place):
-            weight = exp2(score * scale - lse(r, c))
-            weights[r][c % 2] = weight
-            if pairs is not None and c % 2:
-                pairs[c // 2 * 2 + r] = pack(*weights[r], rWeights.element_type)
+    def _by_column(self, rS, rWeights, place, lse, parts=None):
+        """Gradients of a tile of which nothing is left out, or of parts of it where products may be :attr:`hidden`,
+        with fewer registers: products are not kept.
+        """
+        scores, (scale, offset) = by_row(rS), (Float32(each * LOG2_E) for each in self.mods.outer)
+        columns = None if parts is None else [c for part in parts for c in columns_of_part(part)]
+        put = into_pairs(rWeights)
+        for r, c, score, derive in self.mods.by_column(scores, place, columns):
+            weight = exp2(score * scale - (lse(r, c) if self.mods.cap is None else lse(r, c) - offset))
+            if self.mods.cap is not None:
+                weight = cutlass.select_(scores[r, c] == Float32(self.hidden), Float32(0.0), weight)
+            put(r, c, weight)
             scores[r, c] = derive(weight)
 
     @cute.jit
@@ -584,15 +639,21 @@ class InPairs:
         return self.read[c % 2]
 
 
-def softmax_of(mods, dv, dtype):
-    """The softmax of a kernel: ``mods``: functions of scores, ``dv``: elements of a value, ``dtype``: of weights."""
+def softmax_of(mods, d, dv, dtype):
+    """The softmax of a kernel.
+
+    Args:
+        mods: functions of scores.
+        d, dv: elements of a key, of a value.
+        dtype: of weights.
+    """
     # Sums of up to 64 columns are rescaled as fast as a vote finds out whether they need to be.
     growth = GROWTH if dv > 64 else 0.0
     capped = None
     if mods.cap is not None and dtype == "bfloat16" and mods.cap[0] <= LOWEST:
-        capped = BoundedSoftmax(mods.cap, *mods.outer)
+        capped = BoundedSoftmax(mods.cap, *mods.outer, d)
     elif mods.cap is not None:
-        capped = CappedSoftmax(mods.cap, *mods.outer, growth, dtype != "bfloat16")
+        capped = CappedSoftmax(mods.cap, *mods.outer, growth, dtype != "bfloat16", d)
     if capped and all(low < high for low, high in map(capped.range_of, capped.near)):
         return capped
     return OnlineSoftmax(*mods.outer, growth)
