@@ -104,7 +104,7 @@ def test_threads_share_out_a_row(op: Op) -> None:
         variant = tile_of(op, n, dtype, layout, ROWS[i % 5]).variant
         source, _, name = variant.kernel.partition(":")
         form = form_of(getattr(importlib.import_module(source), name)(variant))
-        tile = form.tile
+        tile = getattr(form, "tile", None)
         if isinstance(tile, module("lib.row_layout").RowTile):
             places = {row * n % tile.v.unit for row in range(tile.v.unit)} if tile.v.shifted else {0}
             for shift in sorted(places)[:: 1 if SWEEP else max(len(places) // 3, 1)]:
@@ -173,14 +173,17 @@ def test_candidates_share_out_a_row(op: Op) -> None:
             if not objection(op.space, problem, tile):
                 variant = call._replace(tile=tile).planned()[1].variant
                 source, _, name = variant.kernel.partition(":")
-                made = form_of(getattr(importlib.import_module(source), name)(variant)).tile
+                made = getattr(form_of(getattr(importlib.import_module(source), name)(variant)), "tile", None)
                 if isinstance(made, module("lib.row_layout").RowTile):
                     check_row(made, 0)
 
 
 def form_of(kernel: Any) -> Any:
-    """What of a kernel has its tile: its form, which may be a kernel itself, or the rows of an expression."""
-    return kernel if hasattr(kernel, "tile") else form_of(getattr(kernel, "form", None) or kernel.rows)
+    """What of a kernel has its tile: its form, which may be a kernel itself, or the rows of an expression. Elements of
+    one long row have none.
+    """
+    inner = getattr(kernel, "form", None) or getattr(kernel, "rows", None)
+    return kernel if hasattr(kernel, "tile") or inner is None else form_of(inner)
 
 
 def check_row(tile: Any, shift: int) -> None:
