@@ -353,7 +353,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     points.add_argument("--again", type=Path, metavar="CSV", help="the cases of this file, instead of shapes")
     options = parse_for_gpu(parser, arguments, torch.cuda.is_available())
     if options.keys:
-        config.KEYS = {max(config.KEYS): options.keys}
+        config.KEYS = {size: (options.keys, warpgroups) for size, (_, warpgroups) in config.KEYS.items()}
     shapes: Sequence[Shape] = [SHAPES[i] for i in options.shapes or numbers]
     if options.drawn:
         seed = secrets.randbelow(1000) if options.seed is None else options.seed

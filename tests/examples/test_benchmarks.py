@@ -228,7 +228,10 @@ def test_attention_is_measured_at_a_files_cases_again(tmp_path: Path, monkeypatc
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     attention.main(arguments)
     assert {(*case.shape, case.form) for case in seen} == named
-    assert len(seen) == len(named)
+    monkeypatch.setattr(attention.config, "KEYS", tiles := dict(attention.config.KEYS))
+    attention.main([*arguments, "--keys", "96"])
+    assert {size: (96, warpgroups) for size, (_, warpgroups) in tiles.items()} == attention.config.KEYS
+    assert len(seen) == 2 * len(named)
 
 
 @pytest.mark.parametrize("benchmark", [attention, decode, decode_floor, linear, llama_step, model_steps])
