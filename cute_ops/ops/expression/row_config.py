@@ -241,12 +241,7 @@ class RowExpression(NamedTuple):
         if row.vectors <= (UNALIGNED_VECTORS if self._uneven(row) else CTA_VECTORS):
             return self._of_one_cta(problem, row)
         cluster = cluster_for(row.touched, CTA_VECTORS, row.max_cluster)
-        if self._unreduced(row, cluster) and row.touched <= cluster * CTA_VECTORS:
-            share = threads_for(-(-row.touched // cluster), UNREDUCED_VECTORS)
-            wide = "float32" in problem.dtypes.values()  # row vectors, which take registers
-            resident = max((WIDE_UNREDUCED_THREADS if wide else UNREDUCED_THREADS) // share, 1)
-            return self._config("one_pass", share, share, cluster, resident, align_vectors=row.align_vectors)
-        if found := self._without_a_cluster(row):
+        if found := self._unreduced_in_clusters(problem, row, cluster) or self._without_a_cluster(row):
             return found
         costs = self.special >= DEAR or (self.special and self.read > 1)
         if costs and row.touched <= cluster * CTA_VECTORS:
@@ -282,6 +277,15 @@ class RowExpression(NamedTuple):
         """Whether nothing of one or two tiles of 16 bits is reduced, nor takes special instructions."""
         plain = not (stages(self.expression) or self.special or self.packed)
         return plain and row.itemsize == 2 and self.read <= 2 and cluster <= MOST_UNREDUCED_CLUSTER
+
+    def _unreduced_in_clusters(self, problem: Problem, row: RowProblem, cluster: int) -> FusedRowConfig | None:
+        """A row of which nothing is reduced in the registers of a cluster; None for others."""
+        if not self._unreduced(row, cluster) or row.touched > cluster * CTA_VECTORS:
+            return None
+        share = threads_for(-(-row.touched // cluster), UNREDUCED_VECTORS)
+        wide = "float32" in problem.dtypes.values()  # row vectors, which take registers
+        resident = max((WIDE_UNREDUCED_THREADS if wide else UNREDUCED_THREADS) // share, 1)
+        return self._config("one_pass", share, share, cluster, resident, align_vectors=row.align_vectors)
 
     def _wide_of_one_cta(self, problem: Problem, row: RowProblem) -> FusedRowConfig | None:
         """A row of one tile of 32 bits in the registers of one CTA; None for others: see :data:`WIDE_VECTORS`."""
