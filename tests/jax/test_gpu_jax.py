@@ -380,3 +380,15 @@ def test_an_exported_program_runs_in_a_process_without_the_compiler(lead: tuple[
         np.testing.assert_array_equal(got["dx"], dx)
         # Rows meet in another order: scratch arrays are as large as for very many.
         np.testing.assert_allclose(got["dw"], dw, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 333, 1001), (7, 1000, 2049), (16, 77, 135)])
+def test_few_rows_off_vectors(m: int, n: int, k: int) -> None:
+    """Integers, whose sums are exact; NaN in a row of each operand stays there."""
+    rng = np.random.default_rng(m)
+    x, weight = (rng.integers(-4, 5, shape).astype(np.float32) for shape in ((m + 1, k), (n, k)))
+    x[-1] = weight[-1] = np.nan
+    call = jax.jit(partial(cute_ops_jax.linear, fused="always"))
+    out = call(*(jnp.asarray(a, jnp.bfloat16) for a in (x, weight)))
+    exact = jnp.asarray(x.astype(np.float64) @ weight.astype(np.float64).T, jnp.bfloat16)
+    np.testing.assert_array_equal(np.asarray(out, np.float32), np.asarray(exact, np.float32))
