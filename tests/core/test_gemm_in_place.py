@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from cute_ops import Array, Op, testing
-from cute_ops.autotune.dispatch import fallback, realigned
+from cute_ops.autotune import choices
+from cute_ops.autotune.dispatch import fallback, realigned, to_measure
 from cute_ops.declaration.binding import bind
 from cute_ops.jit.layout import Memory
 from cute_ops.jit.plan import plan
@@ -97,6 +98,19 @@ def test_few_rows_of_terms_are_read_in_place(op: Op, m: int, memory: dict[str, M
     config = GemmConfig.of(plan(bind(op, given), memory, TARGET).variant.config)
     assert (config.form == "in_place") == (tile > 0)
     assert not tile or config.tile_m == tile
+
+
+@pytest.mark.usefixtures("cache_folder")
+def test_what_was_measured_of_few_rows_is_not_that_of_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes of up to 64 rows share what was measured, and only those of up to 32 are read in place."""
+    monkeypatch.setenv("CUTE_OPS_TUNE", "1")
+    given = {name: Array(shape, "bfloat16") for name, shape in (("x", (5, 1001)), ("weight", (999, 1001)))}
+    few, more = bind(linear, given), bind(linear, {**given, "x": Array((40, 1001), "bfloat16")})
+    call = to_measure(few, {}, TARGET)
+    assert call is not None
+    choices.keep(linear, call, choices.Times(10.0, 20.0))
+    assert fallback(few, {}, TARGET) is None
+    assert fallback(more, {}, TARGET) is not None
 
 
 @pytest.mark.parametrize(
