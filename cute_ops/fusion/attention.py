@@ -396,16 +396,11 @@ class _Attention:
         scores = scores._replace(scale=scores.scale * factor * of_q * of_k)
         reads = [] if scores.expression is None else self._reads(scores)
         parts["q"], scores = _unscaled(parts["q"], scores, contract, self.readers)
-        operands = {name: part.node for name, part in parts.items()}
-        operands |= {f"captured{i}": read.node for i, read in enumerate(reads)}
-        sinks, said = self._sinks(), scores.said
-        if sinks is not None and sinks.node is not None:
-            operands["sinks"] = sinks.node
-        elif sinks is not None:
-            said = ", ".join(filter(None, [said, f"sinks={sinks.number:.6g}"]))
+        sinks = self._sinks()
         attrs: dict[str, Any] = {"parts": parts, "scores": scores, "reads": reads, "out": rows, "views": views}
-        attrs |= {"said": said, "sinks": sinks, "decoding": self._decoding(parts, scores, contract)}
+        attrs |= {"said": _said(scores, sinks), "sinks": sinks, "decoding": self._decoding(parts, scores, contract)}
         nodes = (*chain, *self.scores.region.nodes, self.product, *views, *(x for f in behind for x in f.region.nodes))
+        operands = _operands(parts, reads, sinks)
         return Composite("attention", operands, attrs, (result,), nodes, (*self.founds, *behind))
 
     def _behind(self, root: Node) -> tuple[Found, ...]:
@@ -502,27 +497,38 @@ class _Attention:
         _require(len(self.queries) <= 2)
 
     def _name_rows(self, acc: int) -> None:
-        """Which row counts queries, which heads that share keys, and which of the batch these groups."""
-        self.of_query: int | None = None
-        self.of_group: int | None = None
-        sink = -1 if self.sink is None else self.sink.operand
-        leaf = self.scores.leaves[sink]
-        of_sink = leaf.labels if sink >= 0 and leaf.rows == self.rows else ()
-        if len(self.queries) == 2:
-            first, second = self.queries
-            masks = (leaf for i, leaf in enumerate(self.scores.leaves) if i not in (acc, sink))
-            labels = {label for leaf in masks for label in leaf.labels}
-            named = [i for i in self.queries if i in labels and i not in of_sink]
-            named = named or [i for i in self.queries if of_sink and i not in of_sink]
-            of_query = named[0] if len(named) == 1 else max((first, second), key=lambda i: self.rows[i])
-            self.of_query, self.of_group = of_query, first + second - of_query
-        elif self.queries and self.queries[0] in of_sink:
-            (self.of_group,) = self.queries
-        elif self.queries:
-            self.of_query = self.queries[0]
-        alone = len(self.batch) > 1 or (len(self.batch) == 1 and (self.of_group is None or self.batch[0] in of_sink))
-        self.of_head = self.batch[-1] if alone else None
+        """Which row counts queries, which one heads that share keys, and which one of the batch groups of heads."""
+        of_sink = self._rows_of_sink()
+        counts = self._queries_among(acc, of_sink)
+        groups = [i for i in self.queries if i != counts]
+        self.of_query: int | None = counts
+        self.of_group: int | None = groups[0] if groups else None
+        last = self.batch[-1] if self.batch else None
+        is_head = len(self.batch) > 1 or self.of_group is None or last in of_sink
+        self.of_head = last if is_head else None
         self.lead = [i for i in self.batch if i != self.of_head]
+
+    def _rows_of_sink(self) -> tuple[int, ...]:
+        """The rows of the scores that an array of sinks has; these are heads."""
+        if self.sink is None or self.sink.operand < 0:
+            return ()
+        leaf = self.scores.leaves[self.sink.operand]
+        return leaf.labels if leaf.rows == self.rows else ()
+
+    def _queries_among(self, acc: int, of_sink: tuple[int, ...]) -> int | None:
+        """The row that counts queries; None where there is but one query.
+
+        Of two rows outside the batch it is the one that masks depend on, else the one that the sink does not depend on,
+        else the longer one.
+        """
+        if len(self.queries) < 2:
+            return next((i for i in self.queries if i not in of_sink), None)
+        others = (acc, -1 if self.sink is None else self.sink.operand)
+        of_masks = {label for i, leaf in enumerate(self.scores.leaves) if i not in others for label in leaf.labels}
+        outside = [i for i in self.queries if i not in of_sink]
+        masked = [i for i in outside if i in of_masks]
+        found = masked or (outside if of_sink else [])
+        return found[0] if len(found) == 1 else max(self.queries, key=lambda i: self.rows[i])
 
     def _size(self, *rows: int | None) -> int:
         return prod(int(self.rows[i]) for i in rows if i is not None)
@@ -534,9 +540,7 @@ class _Attention:
         heads = self._size(self.of_head, self.of_group)
         return self._rows_of_queries(node, contract, rows, (self._size(self.of_query), heads))
 
-    def _rows_of_queries(
-        self, node: Node, contract: Node, rows: Sequence[int | None], sizes: tuple[int, int]
-    ) -> Part:  # fmt: skip
+    def _rows_of_queries(self, node: Node, contract: Node, rows: Sequence[int | None], sizes: tuple[int, int]) -> Part:
         """Queries in an order of rows, so many and of so many heads."""
         (over,), batch = contract.attr[self.of_q], contract.attr[2][self.of_q]
         at = {i: batch[self.at[i]] if i in self.batch else self.at[i] for i in (*self.batch, *self.queries)}
@@ -596,9 +600,7 @@ class _Attention:
         ends = [each and self._ends(each, lead, own) for each in (lengths.end, lengths.begin)]
         if ends[0] is None or (ends[1] is None) is not (lengths.begin is None):
             return None
-        by_head = any(end is not None and end.sizes[-1] != 1 for end in ends)
-        # Heads that become examples share their sinks.
-        for heads_first in (False, True)[by_head : 1 + (len(heads) and self.sink is None)]:
+        for heads_first in self._layouts(ends):
             caches = [_cache(parts[name], rank, by_place, heads_first) for name in "kv"]
             if caches[0] is not None and caches[1] is not None:
                 rows = (*lead, self.of_head, self.of_group, self.of_query)
@@ -607,6 +609,15 @@ class _Attention:
                 out = self._result(rows, parts["v"].shape[3])
                 return Decoding(made, heads_first, lengths, self._size(self.of_query), ends[0], ends[1], out)
         return None
+
+    def _layouts(self, ends: Sequence[Ends | None]) -> list[bool]:
+        """In which layouts the op takes the caches: with heads behind keys (False), with heads before them (True).
+
+        Heads behind keys share their numbers of keys. Heads before keys become examples, which share their sinks.
+        """
+        by_head = any(end is not None and end.sizes[-1] != 1 for end in ends)
+        behind, before = not by_head, self.of_head is not None and self.sink is None
+        return [layout for layout, fits in ((False, behind), (True, before)) if fits]
 
     def _ends(self, bound: Bound, lead: Sequence[int], own: bool) -> Ends | None:
         """A number of keys by batch and head of keys; None if it depends on something else. ``own``: whether each head
@@ -620,9 +631,9 @@ class _Attention:
         if not at.keys() <= set(rows):
             return None
         order = [at[row] for row in rows if row in at]
-        others = [i for i in range(len(node.shape)) if i not in order]
         shape = [self._size(row) if row in at else 1 for row in (*lead, self.of_head)]
-        return Ends(node, (*others, *order), tuple(shape), (*map(self._size, lead), shape[-1]), *bound[1:])
+        sizes = (*map(self._size, lead), shape[-1])
+        return Ends(node, _at_end(order, len(node.shape)), tuple(shape), sizes, *bound[1:])
 
     # The scores
 
@@ -636,22 +647,25 @@ class _Attention:
 
     def _sinks(self) -> Sinks | None:
         """The sinks of heads; None if there are none."""
+        if self.sink is None:
+            return None
         heads = [i for i in (self.of_head, self.of_group) if i is not None]
-        if self.sink is None or self.sink.operand < 0:
-            return self.sink and Sinks(None, (), (), tuple(map(self._size, heads)), self.sink.number)
+        sizes = tuple(map(self._size, heads))
+        if self.sink.operand < 0:
+            return Sinks(None, (), (), sizes, self.sink.number)
         leaf = self.scores.leaves[self.sink.operand]
+        rank = len(leaf.node.shape)
         at = {label: i for i, (label, size) in enumerate(zip(leaf.labels, leaf.node.shape, strict=True)) if size != 1}
-        if leaf.rows != self.rows and len(at) == 1:  # heads of which the rows have two dims
-            ((label, place),), dims = at.items(), _joined(leaf.rows, self.rows)
-            sizes = tuple(map(self._size, heads))
-            if dims and label >= 0 and dims[label] == heads:
-                others = [i for i in range(len(leaf.node.shape)) if i != place]
-                return Sinks(leaf.node, (*others, place), sizes, sizes, 0.0)
+        if leaf.rows != self.rows and self._joins(leaf.rows, [*at], heads):
+            return Sinks(leaf.node, _at_end([*at.values()], rank), sizes, sizes, 0.0)
         _require(leaf.rows == self.rows and not leaf.packed and at.keys() <= set(heads), "its sinks are not of heads")
-        order = [at[i] for i in heads if i in at]
-        others = [i for i in range(len(leaf.node.shape)) if i not in order]
         shape = tuple(self._size(i) if i in at else 1 for i in heads)
-        return Sinks(leaf.node, (*others, *order), shape, tuple(map(self._size, heads)), 0.0)
+        return Sinks(leaf.node, _at_end([at[i] for i in heads if i in at], rank), shape, sizes, 0.0)
+
+    def _joins(self, rows: Shape, labels: list[int], heads: list[int]) -> bool:
+        """Whether an array's only dim among other rows has all heads, of which the scores have two dims."""
+        dims = _joined(rows, self.rows) if len(labels) == 1 and labels[0] >= 0 else []
+        return bool(dims) and dims[labels[0]] == heads
 
     def _reads(self, scores: Scores) -> list[Read]:
         """The arrays that scores are computed from. Their gradients would cost more than attention saves."""
@@ -670,6 +684,7 @@ class _Attention:
         return [self._read(i) for i in sorted(operands_of(scores.expression, scores.output)) if i != scores.acc]
 
     def _read(self, operand: int) -> Read:
+        """An array that scores are computed from, by batch, head, query and key."""
         leaf = self.scores.leaves[operand]
         _require(leaf.rows == self.rows and not leaf.packed)
         fixed = leaf.node.dtype == "bool" or not _may_have_gradient(leaf.node, self.known)
@@ -691,6 +706,24 @@ class _Attention:
         _require(all(shape[i] == 1 for i in others) and len(dims) > 0)
         kind = BOOL if leaf.node.dtype == "bool" else FLOAT
         return Read(operand, leaf.node, kind, shape, tuple(sizes), (*others, *order), tuple(merged), tuple(dims))
+
+
+def _operands(parts: Mapping[str, Part], reads: Sequence[Read], sinks: Sinks | None) -> dict[str, Node]:
+    """The arrays of an attention by name."""
+    operands = {name: part.node for name, part in parts.items()}
+    operands |= {f"captured{i}": read.node for i, read in enumerate(reads)}
+    return operands if sinks is None or sinks.node is None else {**operands, "sinks": sinks.node}
+
+
+def _said(scores: Scores, sinks: Sinks | None) -> str:
+    """What a report says of the scores, and of sinks that are a number."""
+    number = "" if sinks is None or sinks.node is not None else f"sinks={sinks.number:.6g}"
+    return ", ".join(filter(None, [scores.said, number]))
+
+
+def _at_end(order: Sequence[int], rank: int) -> tuple[int, ...]:
+    """All dims of an array, these at the end."""
+    return (*(i for i in range(rank) if i not in order), *order)
 
 
 def _held(part: Part) -> tuple[Node, tuple[int, ...]]:
@@ -821,9 +854,8 @@ def _unrepeated(parts: Mapping[str, Part]) -> dict[str, Part]:
 
 
 def _before_repeat(part: Part) -> tuple[Part, int] | None:
-    node, order = part.node, part.order
-    while node.op == "transpose":
-        node, order = node.args[0], tuple(node.attr[i] for i in order)
+    """Keys or values before each head was repeated, and how often it was; None where it was not."""
+    node, order = _held(part)
     axis = order[-2]
     times = _times(node, axis)
     if not times:

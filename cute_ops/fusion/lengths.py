@@ -181,21 +181,30 @@ class _Reading:
             raise _Other
 
     def _linear(self, node: Node, labels: tuple[int, ...]) -> _Form:
+        """The form of a number of the program: sums and differences of constants, counts of places and arrays."""
         node, labels = below_views(node, labels)
         if node.op == "constant" and abs(float(node.attr)) <= EXACT and float(node.attr).is_integer():
             return _Form(constant=int(node.attr))
-        if (call := self.named.get(node)) is not None and call.op == "iota":
-            label = labels[call.attrs["axis"]]
-            if node.shape[call.attrs["axis"]] == 1:
-                return _Form()
-            if label in (COLUMNS, self.of_query):
-                return _Form(of_key=1) if label == COLUMNS else _Form(of_query=1)
+        if (count := self._count(node, labels)) is not None:
+            return count
         if node.op == "primitive" and node.attr in ("add", "subtract"):
             left, right = (self._linear(each, _of_argument(each, labels)) for each in node.args)
             return left.plus(right, 1 if node.attr == "add" else -1)
-        if node.dtype not in WHOLE or COLUMNS in labels or (self.of_query is not None and self.of_query in labels):
+        if node.dtype not in WHOLE or not {COLUMNS, self.of_query}.isdisjoint(labels):
             raise _Other
         return _Form(arrays=((node, labels, 1),))
+
+    def _count(self, node: Node, labels: tuple[int, ...]) -> _Form | None:
+        """The form of a count of the places of keys or of queries; None of anything else."""
+        call = self.named.get(node)
+        if call is None or call.op != "iota":
+            return None
+        axis = call.attrs["axis"]
+        if node.shape[axis] == 1:
+            return _Form()
+        if labels[axis] == COLUMNS:
+            return _Form(of_key=1)
+        return _Form(of_query=1) if labels[axis] == self.of_query else None
 
 
 def _ends(forms: Sequence[_Form]) -> tuple[Bound, Bound | None]:
@@ -220,22 +229,35 @@ def _ends(forms: Sequence[_Form]) -> tuple[Bound, Bound | None]:
 
 def below_views(node: Node, labels: tuple[int, ...]) -> tuple[Node, tuple[int, ...]]:
     """What a value is a view of, and of each of its dims the row of the scores, ``ONE`` for one of one element."""
-    while True:
-        x = node.args[0] if node.args else node
-        if node.op == "transpose":
-            place = dict(zip(node.attr, labels, strict=True))
-            labels = tuple(place[axis] for axis in range(len(labels)))
-        elif node.op == "broadcast":
-            labels = tuple(labels[i] if size != 1 else ONE for i, size in zip(node.attr, x.shape, strict=True))
-        elif node.op == "reshape":
-            before, after = ([i for i, size in enumerate(each.shape) if size != 1] for each in (x, node))
-            if [x.shape[i] for i in before] != [node.shape[i] for i in after]:
-                return node, labels
-            of = {i: labels[k] for i, k in zip(before, after, strict=True)}
-            labels = tuple(of.get(i, ONE) for i in range(len(x.shape)))
-        elif not (node.op == "cast" and node.dtype in WHOLE and x.dtype in WHOLE):
-            return node, tuple(label if size != 1 else ONE for label, size in zip(labels, node.shape, strict=True))
-        node = x
+    while (below := _labels_below(node, labels)) is not None:
+        node, labels = node.args[0], below
+    return node, tuple(label if size != 1 else ONE for label, size in zip(labels, node.shape, strict=True))
+
+
+def _labels_below(node: Node, labels: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The labels of what a node is a view of; None where it is no view, or one that joins or splits dims."""
+    if node.op == "transpose":
+        place = dict(zip(node.attr, labels, strict=True))
+        return tuple(place[axis] for axis in range(len(labels)))
+    if node.op == "broadcast":
+        sizes = zip(node.attr, node.args[0].shape, strict=True)
+        return tuple(labels[i] if size != 1 else ONE for i, size in sizes)
+    if node.op == "reshape":
+        dims = kept_dims(node)
+        return None if dims is None else tuple(labels[dims[i]] if i in dims else ONE for i in _axes(node.args[0]))
+    return labels if node.op == "cast" and {node.dtype, node.args[0].dtype} <= {*WHOLE} else None
+
+
+def kept_dims(reshape: Node) -> dict[int, int] | None:
+    """By dim of more than one element before a reshape the one behind it; None where it joins or splits dims."""
+    x = reshape.args[0]
+    before, after = ([i for i in _axes(each) if each.shape[i] != 1] for each in (x, reshape))
+    same = [x.shape[i] for i in before] == [reshape.shape[i] for i in after]
+    return dict(zip(before, after, strict=True)) if same else None
+
+
+def _axes(node: Node) -> range:
+    return range(len(node.shape))
 
 
 def _of_argument(node: Node, labels: tuple[int, ...]) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ column of scores that is dropped behind the softmax.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from copy import copy
 from typing import NamedTuple
 
@@ -89,39 +89,52 @@ def _sink(expression: Expression, i: int, shift: int | None) -> Sink | None:
 
 def with_column(view: Node, of_root: Mapping[Node, Found]) -> Column | None:
     """The softmax of which a value is all columns but the last one, which is a sink; None of any other value."""
-    root = view
-    while root.op == "cast" or (root.op == "slice" and root.attr == (len(root.shape) - 1, 0, root.shape[-1], 1)):
-        if root in of_root:
-            break
-        root = root.args[0]
+    between = _until_softmax(view, of_root)
+    root = between[0].args[0] if between else view
     outer = of_root.get(root)
-    if outer is None or root.shape[-1] == view.shape[-1] or len(outer.roots) != 1 or len(outer.leaves) != 1:
+    leaf = None if outer is None or root.shape[-1] == view.shape[-1] else _softmax_alone(outer)
+    if outer is None or leaf is None or not _adds_column(leaf):
         return None
-    (leaf,), expression = outer.leaves, outer.expression
-    z = softmax_of(expression, expression.outputs[0])
-    while z is not None and unshifted(expression, z) != z:
-        z = unshifted(expression, z)
     joined = leaf.node
-    if z is None or expression.nodes[z].primitive != "operand" or joined.op != "concat" or len(joined.args) != 2:
-        return None
     scores, column = joined.args
-    inner, last = of_root.get(scores), len(joined.shape) - 1
-    in_order = leaf.labels[-1] == COLUMNS and all(label in (i, ONE) for i, label in enumerate(leaf.labels[:-1]))
-    is_column = joined.attr == last and column.shape[-1] == 1 and in_order
-    if not is_column or inner is None or len(inner.roots) != 1 or inner.rows != outer.rows:
+    inner = of_root.get(scores)
+    if inner is None or len(inner.roots) != 1 or inner.rows != outer.rows:
         return None
     node, labels = below_views(column, (*leaf.labels[:-1], ONE))
     found = copy(inner)
     found.leaves = (*inner.leaves, Leaf(node, inner.rows, labels))
-    between = _between(view, root)
     found.region = Region([*inner.region.nodes, joined, *outer.region.nodes, *between], outer.region.roots)
     found.roots = outer.roots
     return Column(found, Sink(len(inner.leaves)), (inner, outer), root, scores, joined)
 
 
-def _between(view: Node, root: Node) -> Sequence[Node]:
+def _until_softmax(view: Node, of_root: Mapping[Node, Found]) -> list[Node]:
+    """The casts and slices of first columns that lead from an expression's root to a value, in the program's order."""
     found = list[Node]()
-    while view is not root:
+    while view not in of_root and (view.op == "cast" or _has_first_columns(view)):
         found.insert(0, view)
         view = view.args[0]
     return found
+
+
+def _has_first_columns(view: Node) -> bool:
+    return view.op == "slice" and view.attr == (len(view.shape) - 1, 0, view.shape[-1], 1)
+
+
+def _softmax_alone(found: Found) -> Leaf | None:
+    """The array whose softmax an expression is and nothing else; None of any other expression."""
+    if len(found.roots) != 1 or len(found.leaves) != 1:
+        return None
+    expression = found.expression
+    z = softmax_of(expression, expression.outputs[0])
+    while z is not None and unshifted(expression, z) != z:
+        z = unshifted(expression, z)
+    return found.leaves[0] if z is not None and expression.nodes[z].primitive == "operand" else None
+
+
+def _adds_column(leaf: Leaf) -> bool:
+    """Whether an array adds a last column to another one, and has its rows in the order of the scores."""
+    node = leaf.node
+    if node.op != "concat" or len(node.args) != 2 or node.attr != len(node.shape) - 1 or node.args[1].shape[-1] != 1:
+        return False
+    return leaf.labels[-1] == COLUMNS and all(label in (i, ONE) for i, label in enumerate(leaf.labels[:-1]))
