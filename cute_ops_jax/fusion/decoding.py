@@ -33,36 +33,51 @@ class Masks(NamedTuple):
     steps: tuple[int, int]
 
 
+class Given(NamedTuple):
+    """Arrays of a step.
+
+    Attributes:
+        q: ``[batch, 1, heads, columns]``.
+        k, v: ``[batch, keys, heads, columns]``, or ``[batch, heads, keys, columns]``.
+        end: how many keys there are up to the last one, ``[batch, 1]`` or ``[batch, heads of keys]``.
+        begin: how many keys come before the first one; None for none.
+        sinks: one more score of each head of queries; None for none.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    end: Any
+    begin: Any
+    sinks: Any
+
+
 def masks_of(step: Decoding, scale: float) -> Masks:
-    """``scale``: of the product before masks."""
+    """What a step does to scores, whose product of queries and keys has this scale before masks."""
     lengths, begin = step.lengths, 0 if step.begin is None else step.begin.step
     scale *= lengths.scale
     return Masks(scale, lengths.softcap, lengths.fill, step.heads_first, step.queries, (step.end.step, begin))
 
 
-def by_lengths(masks: Masks) -> Callable[..., Any]:
-    """The function of queries, keys, values, of the numbers of keys ``end`` and ``begin``, ``[batch, 1]`` or ``[batch,
-    heads of keys]``, None where no keys come before the first one, and of sinks or None.
+def by_lengths(masks: Masks) -> Callable[[Given], Any]:
+    """The function of :class:`Given` that computes a step.
 
     Caches have no gradient: where one is taken, the program's own formula runs.
     """
     run = jax.custom_jvp(partial(_decode, masks))
-    run.defjvp(lambda given, tangents: jax.jvp(partial(_formula, masks), given, tangents))
+    run.defjvp(lambda primals, tangents: jax.jvp(partial(_formula, masks), primals, tangents))
     return run
 
 
-def _decode(masks: Masks, q: Any, k: Any, v: Any, end: Any, begin: Any, sinks: Any) -> Any:
-    """A query that attends to nothing gets what the program gives it: 0 beside a sink, NaN where the scores of hidden
-    keys are -inf, else the mean of all values, as a query of zeros does that attends to all keys.
+def _decode(masks: Masks, given: Given) -> Any:
+    """A step by ``decode_attention``.
+
+    A query that attends to nothing gets what the program gives it: 0 beside a sink, NaN where the scores of hidden keys
+    are -inf, else the mean of all values, which a query of zeros gets that attends to all keys.
     """
-    whole, unknown, keys = (*q.shape[:3], v.shape[3]), isinf(masks.fill), k.shape[2 if masks.heads_first else 1]
-    if masks.heads_first:  # each head of keys is an example
-        b, groups = k.shape[:2]
-        q = jnp.reshape(q, (b * groups, 1, q.shape[2] // groups, q.shape[3]))
-        k, v = (jnp.reshape(x, (b * groups, keys, 1, x.shape[3])) for x in (k, v))
-        end, begin = (
-            x if x is None else jnp.reshape(jnp.broadcast_to(x, (b, groups)), (b * groups, 1)) for x in (end, begin)
-        )
+    whole, unknown = (*given.q.shape[:3], given.v.shape[3]), isinf(masks.fill)
+    q, k, v, end, begin, sinks = _heads_as_examples(given) if masks.heads_first else given
+    keys = k.shape[1]
     by_query = begin is not None or masks.steps[0]
     shape = (q.shape[0], q.shape[2] if by_query else 1)
     own = jnp.arange(q.shape[2], dtype="int32")[None] % masks.queries  # which query a head is
@@ -81,13 +96,29 @@ def _decode(masks: Masks, q: Any, k: Any, v: Any, end: Any, begin: Any, sinks: A
     return jnp.reshape(out, whole)
 
 
-def _between(xp: Any, score: Any, batch: Any, head: Any, q: Any, k: Any, low: Any, end: Any) -> Any:
+def _heads_as_examples(given: Given) -> Given:
+    """Each head of keys, of caches with heads before keys, as an example of its own."""
+    q, k, v, end, begin, sinks = given
+    b, groups, keys = k.shape[:3]
+
+    def by_example(number: Any) -> Any:
+        return jnp.reshape(jnp.broadcast_to(number, (b, groups)), (b * groups, 1))
+
+    q = jnp.reshape(q, (b * groups, 1, q.shape[2] // groups, q.shape[3]))
+    k, v = (jnp.reshape(x, (b * groups, keys, 1, x.shape[3])) for x in (k, v))
+    return Given(q, k, v, by_example(end), None if begin is None else by_example(begin), sinks)
+
+
+def _between(xp: Any, score: Any, batch: Any, head: Any, q: Any, k: Any, *captured: Any) -> Any:
+    """A ``score_mod`` that hides keys outside ``low`` to ``end``, the captured numbers of each head."""
+    low, end = captured
     seen = xp.logical_and(low[batch, head] <= k, k < end[batch, head])
     return xp.where(seen, score, -xp.inf)
 
 
-def _formula(masks: Masks, q: Any, k: Any, v: Any, end: Any, begin: Any, sinks: Any) -> Any:
-    """The definition, as the program computes it."""
+def _formula(masks: Masks, given: Given) -> Any:
+    """The definition, which the program computes."""
+    q, k, v, end, begin, sinks = given
     if not masks.heads_first:
         k, v = (jnp.swapaxes(x, 1, 2) for x in (k, v))
     (b, _, heads, d), (groups, keys) = q.shape, k.shape[1:3]

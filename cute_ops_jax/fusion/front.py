@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 
 from cute_ops.fusion.graph import FLOATS, Graph, Node
-from cute_ops.fusion.lengths import EXACT, WHOLE
+from cute_ops.fusion.lengths import EXACT, WHOLE, kept_dims
 from cute_ops.fusion.named import number_of
 from cute_ops_jax import _compat
 from cute_ops_jax._compat import ClosedJaxpr, JaxprEqn, Literal, Tracer
@@ -189,12 +189,10 @@ class Front:
         return known
 
     def _translated(self, name: str, equation: JaxprEqn, inputs: list[Any]) -> list[Node] | None:
-        outputs = equation.outvars
-        if (len(outputs) != 1 and name != "split") or equation.effects or not hasattr(outputs[0].aval, "dtype"):
+        """Nodes of an equation in the graph's operations; None where these do not say it."""
+        if not _has_plain_outputs(equation) or not all(isinstance(each, Value) or _is_exact(each) for each in inputs):
             return None
-        if not all(isinstance(each, Value) or _is_exact(each) for each in inputs):
-            return None
-        aval = outputs[0].aval
+        aval = equation.outvars[0].aval
         if (primitive := _PRIMITIVES.get(name)) is not None:
             dtype = _dtype(aval)
             if dtype not in _VALUES and not (dtype in WHOLE and primitive in ("add", "subtract")):
@@ -246,6 +244,13 @@ def _inlined(equation: JaxprEqn) -> ClosedJaxpr | None:
     free = all("Unspecified" in type(each).__name__ for each in shardings) and not any(layouts)
     options = params.get("compiler_options_kvs") or any(params.get("donated_invars", ()))
     return body if isinstance(body, ClosedJaxpr) and free and not options and not body.effects else None
+
+
+def _has_plain_outputs(equation: JaxprEqn) -> bool:
+    """Whether an equation only makes one array, or several by a split."""
+    outputs = equation.outvars
+    plain = len(outputs) == 1 or equation.primitive.name == "split"
+    return plain and not equation.effects and hasattr(outputs[0].aval, "dtype")
 
 
 def _has_known_rule(equation: JaxprEqn) -> bool:
@@ -477,10 +482,10 @@ def _counts(g: Graph, node: Node, axis: int) -> bool:
                 return False
             axis = node.attr.index(axis)
         else:
-            before, after = ([i for i, size in enumerate(each.shape) if size != 1] for each in (x, node))
-            if axis not in after or [x.shape[i] for i in before] != [node.shape[i] for i in after]:
+            before = {after: axis for axis, after in (kept_dims(node) or {}).items()}
+            if axis not in before:
                 return False
-            axis = before[after.index(axis)]
+            axis = before[axis]
         node = x
     call = g.named.get(node)
     return call is not None and call.op == "iota" and call.attrs["axis"] == axis

@@ -19,7 +19,7 @@ from cute_ops.fusion.changed_scores import with_reads
 from cute_ops.fusion.composite import Composite
 from cute_ops.fusion.graph import Node
 from cute_ops.ops.attention.attention import attention as plain
-from cute_ops_jax.fusion.decoding import by_lengths, masks_of
+from cute_ops_jax.fusion.decoding import Given, by_lengths, masks_of
 from cute_ops_jax.fusion.rotation import Projection, qkv_rope
 from cute_ops_jax.primitive.function import register
 
@@ -179,11 +179,11 @@ def _decode_attention(found: Composite) -> Callable[..., list[Any]]:
     run = by_lengths(masks_of(step, found.attrs["scores"].scale))
 
     def call(given: dict[str, Any]) -> list[Any]:
-        arrays = [jnp.reshape(jnp.transpose(given[name], part.order), part.shape) for name, part in step.parts.items()]
+        arrays = {name: jnp.reshape(jnp.transpose(given[name], x.order), x.shape) for name, x in step.parts.items()}
         end = _number_of_keys(step.end, given.get("end"))
         begin = None if step.begin is None else _number_of_keys(step.begin, given.get("begin"))
         of_heads = None if sinks is None else jnp.repeat(_by_head(sinks, given), step.queries)
-        return [_as_viewed(run(*arrays, end, begin, of_heads), step.out, views)]
+        return [_as_viewed(run(Given(**arrays, end=end, begin=begin, sinks=of_heads)), step.out, views)]
 
     return call
 
