@@ -73,12 +73,9 @@ def _attention(graph: Graph, node: Node) -> bool:
     grouped = given.get("enable_gqa") or value_of(given["key"]) is not k or q.shape[1] == k.shape[1]
     if not grouped or k.shape[1] != v.shape[1]:
         return False
-    sides = CAUSAL if causal else ALL
-    if (mask := given.get("attn_mask")) is not None:
-        known = sides_of(graph, mask, node) if _is_mask(mask, q, k) and not causal else None
-        if known is None:
-            return False
-        sides = known
+    sides = _sides(graph, node, given, q, k)
+    if sides is None:
+        return False
     scale = 0.0 if scale is None or scale == q.shape[-1] ** -0.5 else scale
     emitter = Emitter(graph, node, lambda value: None)
 
@@ -90,6 +87,16 @@ def _attention(graph: Graph, node: Node) -> bool:
         return emitter.method("transpose", emitter.function(operator.getitem, whole, 0), 1, 2)
 
     return _put(node, emitter, call)
+
+
+def _sides(
+    graph: Graph, node: Node, given: Mapping[str, Any], q: torch.Tensor, k: torch.Tensor
+) -> tuple[int, int] | None:
+    """How many keys a call attends to before and behind each query; None where its mask is not known to be a window."""
+    mask, causal = given.get("attn_mask"), given["is_causal"]
+    if mask is None:
+        return CAUSAL if causal else ALL
+    return sides_of(graph, mask, node) if _is_mask(mask, q, k) and not causal else None
 
 
 def _lay_rows(graph: Graph, node: Node) -> None:
