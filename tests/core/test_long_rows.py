@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cute_ops import Array, Op
-from cute_ops.autotune.dispatch import choose
+from cute_ops.autotune.dispatch import STATIC_LIMIT, choose, limit_static
 from cute_ops.declaration.binding import bind
 from cute_ops.jit.target import parse
 from cute_ops.ops import MODELS, OPS
@@ -21,8 +21,8 @@ BY_NAME = {op.name: op for op in (*OPS, *MODELS, *kernel_calls.ALL)}
 LONG = {"layernorm": (33_000, 120_000), "rmsnorm": (102_401, 200_000), "silu_mul_fp8": (16_385, 65_000)}
 
 
-def chosen(name: str, rows: int, n: int, wide: str = "float32") -> Any:
-    """The config of a call with weights of a dtype."""
+def chosen(name: str, rows: int, n: int, wide: str = "float32", sms: int = 132) -> Any:
+    """The config of a call with weights of a dtype, on so many SMs."""
     op = BY_NAME[name]
     dtypes = {"T": "bfloat16", "W": wide, "B": wide, "R": "bfloat16"}
     absent, sizes = {"bias"} if name.startswith("rmsnorm") else {"lse_partial"}, op.example((rows,), n)
@@ -30,7 +30,7 @@ def chosen(name: str, rows: int, n: int, wide: str = "float32") -> Any:
         key: None if key in absent else Array(t.of(sizes), dtypes.get(t.dtype, op.dtype_near(t, "bfloat16")))
         for key, t in op.inputs.items()
     }
-    return choose(bind(op, arrays), {}, parse("sm_90a:132")).variant.config
+    return choose(bind(op, arrays), {}, parse(f"sm_90a:{sms}")).variant.config
 
 
 @pytest.mark.parametrize(
@@ -68,6 +68,30 @@ def test_rows_are_sorted_only_where_clusters_have_rows_of_several_places(name: s
         assert config["clusters"] % 64 == 0
         assert "sort_period" not in config
     assert chosen("layernorm", 3000, 60_001, "bfloat16")["sort_period"] > 1, "30 clusters are no multiple of the places"
+
+
+@pytest.mark.parametrize("name", ["rmsnorm_bwd", "layernorm_bwd"])
+@pytest.mark.parametrize("sms", [114, 78, 16])
+def test_rows_that_are_read_from_a_line_are_not_sorted_on_any_gpu(name: str, sms: int) -> None:
+    """On 114 SMs they were sorted: behind a row's end slots kept vectors of a row that started elsewhere."""
+    print("seed", SEED)
+    rng = np.random.default_rng((SEED, sms))
+    limit_static(STATIC_LIMIT)
+    for n in (rng.integers(1030, 3060, 24) * 8).tolist():
+        config = chosen(name, 3000, n, "bfloat16", sms)
+        assert config["form"] == "persistent"
+        assert not (config.get("lines") and config.get("sort_period"))
+
+
+def test_gradients_of_rows_on_a_vector_by_clusters_of_another_gpu() -> None:
+    print("seed", SEED)
+    rng = np.random.default_rng(SEED)
+    n = int(rng.integers(330, 380)) * 64 + 8 * int(rng.choice([3, 5, 7]))
+    limit_static(STATIC_LIMIT)
+    config = chosen("rmsnorm_bwd", 3000, n, "bfloat16", 114)
+    assert config["lines"]
+    call = kernel_calls.made(BY_NAME["rmsnorm_bwd"], 75, n, "bfloat16", "compact", rng)
+    kernel_calls.check(call._replace(tile=config))
 
 
 @pytest.mark.parametrize(("n", "resident"), [(16_384, 2), (24_576, 2), (28_672, 1)])

@@ -570,7 +570,11 @@ def _halves_off_a_line(problem: Problem, row: RowProblem, row_bytes: int) -> Nor
     if 2 * slot > row.ring_bytes - PERSISTENT_RESERVED:
         return None
     config = NormConfig("persistent", threads, threads, 2, align_vectors=row.align_vectors, stages=2, lines=True)
-    return _sorted(row._replace(aligned=False), replace(config, clusters=resident_clusters(problem, 2)))
+    clusters, walked = resident_clusters(problem, 2), row._replace(aligned=False)
+    if row.aligned:
+        # Not sorted: slots keep whole vectors behind a row's end, which were those of a row that starts elsewhere.
+        clusters = in_step(clusters, walked, config.align_vectors)
+    return _sorted(walked, replace(config, clusters=clusters))
 
 
 def _disturb_each_other(problem: Problem, row: RowProblem, cluster: int, sums: int) -> bool:
