@@ -24,7 +24,7 @@ from cute_ops.jit.layout import Memory, compact
 from cute_ops.jit.plan import plan
 from cute_ops.jit.target import parse
 from cute_ops.kernels.attention import forward, tiles
-from cute_ops.kernels.attention.config import AttentionConfig
+from cute_ops.kernels.attention.config import AttentionBackwardConfig, AttentionConfig
 from cute_ops.kernels.attention.forward import ForwardKernel
 from cute_ops.kernels.attention.limits import limits_of
 from cute_ops.kernels.attention.mods import FAST, K, Q
@@ -40,6 +40,7 @@ from cute_ops.kernels.attention.softmax import (
     CappedSoftmax,
     polynomial,
 )
+from cute_ops.ops.attention import config as configs
 from cute_ops.ops.attention.attention import attention, attention_bwd
 from cute_ops.ops.attention.by_call import Captured, kind_of, op_of_call
 from cute_ops.ops.attention.mods import LARGE_CAP, gradient_of, mask_mod, score_of
@@ -182,7 +183,9 @@ class Run:
         names = [entry.partition("(")[0] for entry in self.entries]
         self.tall = any("TallOnePass" in name for name in names)
         self.is_wide = any("WideHeads" in name for name in names)
-        self.shares = 2 if self.tall or self.is_wide or any("InParts" in name for name in names) else 1
+        self.by_tile = any("ByTile" in name for name in names)
+        of_two = self.tall or self.is_wide or self.by_tile
+        self.shares = 2 if of_two or any("InParts" in name for name in names) else 1
         tables = {n: np.full(a.shape, np.nan, np.float32) for n, a in scratch.items() if n.startswith("ranges")}
         self.memory = [*captured.values(), *tables.values(), *offsets]
         packed = [_packed(i, a) for i, a in enumerate(self.memory, 1 + others)]
@@ -435,6 +438,40 @@ def test_gradients_of_soft_caps(number: int, tmp_path: Path) -> None:
     _check_one_pass(Call(1, s, t, 2, 1, d, d, "bfloat16", attrs, False, False), NO_FUNCTIONS, tmp_path)
 
 
+@pytest.mark.drawn(0.5)
+@pytest.mark.slow
+@products.emulated
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradients_by_tile(causal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of drawn lengths, which would be too short."""
+    print("seed", SEED)
+    s, t = np.random.default_rng((SEED, causal)).integers(90, 260, 2).tolist()
+    monkeypatch.setattr(configs, "_is_by_tile", lambda own, problem: True)
+    call = Call(1, s, t, 2, 1, 128, 128, "bfloat16", {"causal": causal}, False, False)
+    _check_one_pass(call, NO_FUNCTIONS, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("queries", "attrs", "tile"),
+    [
+        (1024, {}, 80), (1023, {}, 0), (8192, {"causal": True}, 80), (8191, {"causal": True}, 0), (1041, {}, 0),
+        (32768, {"left": 100}, 0), (32768, {"causal": True, "left": 100}, 0), (32768, {"right": 0}, 0),
+        (32768, {"softcap": 9.0}, 0), (32768, {"deterministic": True}, 0), (32768, {"causal": True}, 80),
+    ],
+)  # fmt: skip
+def test_where_gradients_are_by_tile(queries: int, attrs: dict[str, Any], tile: int) -> None:
+    """Long sequences, and of heads of 128 alone, with sums of whole tiles."""
+    for d in (128, 112, 192):
+        x = Array((2, queries, 4, d), "bfloat16")
+        given = {"q": x, "k": x, "v": x, "out": x, "lse": Array((2, 4, queries), "float32"), "dout": x}
+        found = plan(bind(attention_bwd, given, attrs), {}, parse("sm_90a:132"))
+        chosen = AttentionBackwardConfig.of(found.variant.config)
+        by_tile = bool(tile) and d == 128
+        assert (chosen.key_stages == 0, chosen.tile_q) == (by_tile, tile if by_tile else 64)
+        whole = 80 if chosen.tile_q == 80 else 128
+        assert found.workspaces["sums"].shape == (2, 4, -(-queries // whole) * whole, d)
+
+
 @pytest.mark.drawn(0.25)
 @pytest.mark.slow
 @products.emulated
@@ -477,7 +514,7 @@ def _check_one_pass(call: Call, functions: Functions, folder: Path) -> None:
     run, (q, k, v) = Run(attention_bwd, call, folder, functions), halves(*arrays(call, 0))
     dout, lse, delta, right = with_cotangents(call, (q, k, v), functions)
     tile = dict(run.variant.settings)["tile_q"]
-    logs, delta = of_whole_tiles(call, lse, delta)
+    logs, delta = of_whole_tiles(call, lse, delta, tile if 128 % tile else 128)
     sums = np.zeros((*logs.shape, call.d), np.float32)
     dk, dv = (np.full_like(x, np.nan) for x in (k, v))
     block = 96 if run.is_wide else 128
@@ -487,7 +524,7 @@ def _check_one_pass(call: Call, functions: Functions, folder: Path) -> None:
     parts = np.full((2 * count * call.batch, call.g, -(-call.t // block) * block, call.d), np.nan, np.float32)
     turns = np.zeros((*logs.shape[:2], logs.shape[2] // tile), np.int32) if call.attrs.get("deterministic") else None
     columns = {1: call.d if run.tall else columns_of_keys(call)}
-    name = "OnePass" if run.tall else "WideHeads" if run.is_wide else one_pass_of(call)
+    name = "OnePass" if run.tall else "WideHeads" if run.is_wide else "ByTile" if run.by_tile else one_pass_of(call)
     run(name, 6, moved, [], [], ctas * count, of_rows, sums, columns, parts, turns)
     if turns is not None and "left" not in call.attrs and not functions.mask:
         # The first block of keys was the last one to add, but to tiles of queries before all keys.
@@ -498,7 +535,10 @@ def _check_one_pass(call: Call, functions: Functions, folder: Path) -> None:
         halves_of = by_keys.reshape(count, 2, call.batch, *parts.shape[1:])[..., : call.t, :].sum(0)
         dk, dv = (x.transpose(0, 2, 1, 3) for x in halves_of)
         dk, dv = (dk * call.d**-0.5).astype(q.dtype), dv.astype(q.dtype)
-    sums = by_tiles(sums, tile // 2) if run.tall else by_rows(sums, run.shares)
+    if tile == 80:
+        sums = transposed(sums, tile)
+    else:
+        sums = by_tiles(sums, tile // 2) if run.tall else by_rows(sums, run.shares)
     dq = sums[:, :, : call.s].transpose(0, 2, 1, 3) * call.d**-0.5
     _check({"dq": dq.astype(q.dtype), "dk": dk, "dv": dv}, right)
 
@@ -556,6 +596,13 @@ def by_columns(sums: np.ndarray) -> np.ndarray:
     return x.transpose(0, 3, 2, 6, 8, 1, 4, 7, 5).reshape(sums.shape)
 
 
+def transposed(sums: np.ndarray, tile: int) -> np.ndarray:
+    """Transposed sums of queries of heads of 128, by rows and columns."""
+    # Of a tile: warpgroups, blocks of 8 rows, warps, 8 columns, pairs of rows, columns 8 apart, rows.
+    x = sums.reshape(-1, 2, tile // 8, 4, 8, 4, 2, 2)
+    return x.transpose(0, 2, 5, 7, 1, 3, 6, 4).reshape(sums.shape)
+
+
 def columns_of_keys(call: Call) -> int:
     """Columns of keys that TMA moves at once where dq is computed, too: a warpgroup has a multiple of them."""
     return call.d // 2 & -(call.d // 2)
@@ -573,9 +620,9 @@ def by_rows(sums: np.ndarray, shares: int) -> np.ndarray:
     return x.transpose(0, 4, 7, 5, 1, 3, 2, 6, 8).reshape(sums.shape)
 
 
-def of_whole_tiles(call: Call, lse: np.ndarray, delta: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def of_whole_tiles(call: Call, lse: np.ndarray, delta: np.ndarray, tile: int = 128) -> tuple[np.ndarray, np.ndarray]:
     """Logarithms of base 2 of rows, and deltas, as one pass reads them."""
-    whole = ((0, 0), (0, 0), (0, -call.s % 128))
+    whole = ((0, 0), (0, 0), (0, -call.s % tile))
     logs = np.where(lse > -np.inf, lse * np.float32(np.log2(np.e)), np.inf)
     return np.pad(logs, whole, constant_values=np.inf), np.pad(delta, whole)
 

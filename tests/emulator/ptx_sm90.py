@@ -401,6 +401,8 @@ class Warp(ptx_cta.Cta):
                 self.copy(operands, now, taking, added="reduce" in op)
             elif "mbarrier::complete_tx::bytes" in op:
                 self.copy_bulk(operands, now)
+            elif op[1] == "reduce":
+                self.add_bulk(operands, now)
             elif "commit_group" in op:
                 self.stores[now] += 1
             elif "wait_group" in op:
@@ -553,6 +555,20 @@ class Warp(ptx_cta.Cta):
             self.watched(int(target[lane]) + np.arange(count), self.threads == lane, access)
             self.blocks[0][target[lane] : target[lane] + count] = block[start : start + count]
             self.cta.arrive(int(barrier[lane]), 0, -count)
+
+    def add_bulk(self, operands: list[list[str]], now: np.ndarray) -> None:
+        """Neighbouring numbers in float32 in shared memory, added to those in memory."""
+        target, source, size = (sum(self.read(name) for name in each) for each in operands[:3])
+        for lane in np.flatnonzero(now):
+            start, block = int(target[lane]) & 0xFFFFFFFF, self.blocks[int(target[lane]) >> 32]
+            count = int(size[lane])
+            if source[lane] % 16 or start % 16 or count % 16 or start + count > len(block):
+                raise IndexError(f"bulk sum of {count} bytes from {source[lane]} to byte {start} of {len(block)}")
+            self.watched(int(source[lane]) + np.arange(count), self.threads == lane, Access(by="bulk"))
+            access = Access(int(target[lane]) >> 32, store=True, atomic=True)
+            self.watched(start + np.arange(count), self.threads == lane, access)
+            shared = self.blocks[0][source[lane] : source[lane] + count]
+            block[start : start + count].view(np.float32)[:] += shared.view(np.float32)
 
     def end_copies(self, groups: int) -> None:
         """Copy the first groups of copies."""

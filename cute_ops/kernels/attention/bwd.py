@@ -10,6 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
+from cute_ops.kernels.attention.bwd_by_tile_sm90 import ByTileBackward
 from cute_ops.kernels.attention.bwd_in_parts_sm90 import OnePassInParts
 from cute_ops.kernels.attention.bwd_keys_sm90 import KeysBackward
 from cute_ops.kernels.attention.bwd_long_heads_sm90 import LongHeadsBackward
@@ -48,15 +49,7 @@ class AttentionBackward:
         scale = variant.attrs["scale"] or dims["d"] ** -0.5
         self.mods = mods = Mods(scale, config.score, config.mask, config.bounds, config.dscore)
         own = config, dims["d"], dims["e"], mods, scale
-        short, in_turns = max(dims["d"], dims["e"]) <= MMA_M, variant.attrs["deterministic"]
-        one_pass = OnePassBackward
-        if short:
-            tall = config.tile_q > MMA_M
-            one_pass = TallOnePass if tall else OnePassBackward if in_turns else ShortHeadsBackward
-        elif max(dims["d"], dims["e"]) > LONGEST:
-            one_pass = WideHeadsBackward
-        elif (not config.score or mods.cap is not None) and (mods.mask is None or mods.is_interval):  # as measured
-            one_pass = OnePassInParts
+        one_pass = one_pass_of(config, max(dims["d"], dims["e"]), mods, variant.attrs["deterministic"])
         of_queries, of_keys = QueriesBackward, KeysBackward
         if config.warps:
             one_pass, of_queries, of_keys = OnePassBackwardSm80, QueriesBackwardSm80, KeysBackwardSm80
@@ -194,3 +187,15 @@ class AttentionBackward:
             for i in range(WARPS):
                 whole += sums[i]
             mDsinks[head] = (-whole).to(mDsinks.element_type)
+
+
+def one_pass_of(config, longest, mods, in_turns):
+    """The class of the kernel by warpgroups that computes all gradients, of heads of so many elements."""
+    if longest <= MMA_M:
+        return TallOnePass if config.tile_q > MMA_M else OnePassBackward if in_turns else ShortHeadsBackward
+    if longest > LONGEST:
+        return WideHeadsBackward
+    if not config.key_stages:
+        return ByTileBackward
+    in_parts = (not config.score or mods.cap is not None) and (mods.mask is None or mods.is_interval)  # as measured
+    return OnePassInParts if in_parts else OnePassBackward

@@ -78,6 +78,11 @@ class OnePassBackward(SumsOfTiles, KeysBackward):
         return self.stages
 
     @property
+    def pitch(self):
+        """Numbers from those of one tile's queries in shared memory to the next one's, where TMA writes 128 bytes."""
+        return -(-self.tile_q // WARP) * WARP
+
+    @property
     def by_queries(self):
         """Whether rows of ds in shared memory are queries, as the product that gives dq reads it faster, or keys, as
         registers are written faster. Measured together with early reads.
@@ -94,7 +99,10 @@ class OnePassBackward(SumsOfTiles, KeysBackward):
         row, rows_of_keys = LayoutEnum.ROW_MAJOR, self.tile_k // self.consumers
         mma_s, mma_dk, mma_dv, mma_dq = self._mmas(dtype)
         shape_k, shape_v = (self.tile_k, self.tile_q, self.d), (self.tile_k, self.tile_q, self.dv)
-        of_row, of_last = (cute.make_layout((self.tile_q, 1, n)) for n in (self.stages, self.stages_of_cotangents))
+        of_row, of_last = (
+            cute.make_layout((self.tile_q, 1, n), stride=(1, self.tile_q, self.pitch))
+            for n in (self.stages, self.stages_of_cotangents)
+        )
         layouts = (
             hopper.make_smem_layout_b(row, shape_k, dtype, self.stages),
             self._layout_of_keys(),
@@ -284,12 +292,9 @@ class OnePassBackward(SumsOfTiles, KeysBackward):
         (q, k, v, dout, lse, delta, dk, dv), (sDs, sums, mParts) = moved, own
         tidx = cute.arch.thread_idx()[0] - WARPGROUP
         group = cute.arch.make_warp_uniform(tidx // WARPGROUP)
-        first_dq = mma_dq.get_slice(group * WARPGROUP)
         of_scores, of_weights, tKrQ, tVrO = self._operands((mma_s, mma_dk, mma_dv), (q, k, v, dout), group)
-        tDrDs = mma_dq.make_fragment_A(first_dq.partition_A(self._rows_of_ds(sDs, True)))  # (mma, m, n, tiles)
-        tDrK = mma_dq.make_fragment_B(first_dq.partition_B(transposed(k.s)))  # (mma, d, n, 1)
+        *of_dq, rDq = self._product_of_queries(mma_dq, self._rows_of_ds(sDs, True), k, group)
         *others, rDk, rDv = self._registers((mma_s, mma_dk, mma_dv))
-        rDq = cute.make_rmem_tensor(mma_dq.partition_shape_C((self.tile_q, self.d)), Float32)
         registers, stored = (*others, rDk, rDv, rDq), (self._store(mma_s, sDs, tidx), self._adder(sums, tidx))
         one = make_pipeline_state(PipelineUserType.Consumer, 1)
         ring_k.consumer_wait(one)
@@ -299,10 +304,17 @@ class OnePassBackward(SumsOfTiles, KeysBackward):
                 (keep_rows(mma_s, x.s[None, None, 0], tidx), operands[1])
                 for x, operands in ((k, of_scores), (v, of_weights))
             )
-        products = mmas, (of_scores, of_weights, tKrQ, tVrO, (tDrDs, tDrK))
+        products = mmas, (of_scores, of_weights, tKrQ, tVrO, of_dq)
         self._differentiate_all(rings, products, registers, (lse, delta, *stored), (tidx, keys), sizes)
         cute.arch.barrier(barrier_id=READ, number_of_threads=self.consumers * WARPGROUP)
         self._finish((mma_dk, mma_dv), (rDk, rDv), (dk, dv, mParts), tidx, keys, sizes)
+
+    def _product_of_queries(self, mma_dq, sDs, k, group):
+        """The operands of the product that gives dq, and its accumulators. ``sDs``: rows are queries."""
+        first_dq = mma_dq.get_slice(group * WARPGROUP)
+        tDrDs = mma_dq.make_fragment_A(first_dq.partition_A(sDs))  # (mma, m, n, tiles)
+        tDrK = mma_dq.make_fragment_B(first_dq.partition_B(transposed(k.s)))  # (mma, d, n, 1)
+        return tDrDs, tDrK, cute.make_rmem_tensor(mma_dq.partition_shape_C((self.tile_q, self.d)), Float32)
 
     @cute.jit
     def _differentiate_all(
@@ -387,7 +399,7 @@ class OnePassBackward(SumsOfTiles, KeysBackward):
 
     def _of_queries(self, x, slot, tidx):
         """Pairs of neighbouring numbers in shared memory: those of a thread's columns, which are queries."""
-        layout = cute.make_layout((2, 4, self.tile_q // 8, self.stages), stride=(1, 2, 8, self.tile_q))
+        layout = cute.make_layout((2, 4, self.tile_q // 8, self.stages), stride=(1, 2, 8, self.pitch))
         return cute.make_tensor(x.s.iterator, layout)[None, tidx % 4, None, slot.index]
 
     def _numbers(self, x, slot, tidx):

@@ -185,6 +185,18 @@ class PartsByColumns(PartsOfKeys):
         return rows
 
 
+@cute.jit
+def add_bytes(address: Int64, source: Int32, count: cutlass.Constexpr):
+    """Let TMA add so many bytes of numbers in float32 in shared memory to neighbours in memory. All lanes of a warp
+    call it.
+    """
+    with cute.arch.elect_one():
+        cute.arch.inline_ptx(
+            "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
+            read_only_args=[address, source, Int32(count)],
+        )
+
+
 def elements_of(m):
     """How many elements a tensor has: ``cute.size`` of sizes in 32 bits wraps from 2^31 on."""
     count = Int64(1)

@@ -40,6 +40,9 @@ KEYS = {64: (128, 3), 128: (128, 2), 192: (96, 2), 256: (80, 2)}
 # In one pass, by the elements of a head: queries and slots of CTAs with keys of their own, keys and slots of others.
 ONE_PASS = {64: (64, 3), 80: (64, 3), 96: (64, 3), 112: (64, 2), 128: (64, 2)}
 TALL = (128, 2)  # of heads of 64, where scores are plain
+# Of heads of 128, one tile after the other: queries and slots of tiles; the least queries, without a mask and with a
+# causal one, as measured. Such tiles fill 1/16 more rows at most.
+BY_TILE, LEAST_BY_TILE = (80, 2), (1024, 8192)
 # Heads of so many elements of which CTAs with keys of their own have 96; queries and slots.
 WIDE_HEADS, KEYS_OF_WIDE, OF_WIDE = 192, 96, (64, 2)
 ONE_PASS_OF_QUERIES = {192: (64, 2), 256: (64, 1)}
@@ -148,7 +151,8 @@ def attention_bwd(own: mods.Own, problem: Problem) -> AttentionBackwardConfig:
         return _that_fits(configs, problem)
     of_keys = _tile_of_queries(own, problem)
     if d == e and of_keys:
-        return AttentionBackwardConfig(*tiles[:2], *of_keys, "keys", 0, *changes)
+        slots = 0 if _is_by_tile(own, problem) else tiles[1]  # by none the kernel is known that has one tile at a time
+        return AttentionBackwardConfig(tiles[0], slots, *of_keys, "keys", 0, *changes)
     if one_pass and size > max(ONE_PASS) and not (d % COLUMNS or e % COLUMNS):
         of_queries = _of_size(ONE_PASS_OF_QUERIES, problem)
         return AttentionBackwardConfig(*of_queries, *tiles[2:], "queries", 0, *changes)
@@ -160,6 +164,8 @@ def _tile_of_queries(own: mods.Own, problem: Problem) -> tuple[int, int] | None:
     size = _headdim(problem)
     if size == WIDE_HEADS:
         return OF_WIDE
+    if _is_by_tile(own, problem):
+        return BY_TILE
     return TALL if _is_tall(own, problem) else ONE_PASS.get(size)
 
 
@@ -171,6 +177,22 @@ def _is_tall(own: mods.Own, problem: Problem) -> bool:
         return False
     rows, few = (_blocks(problem, "s", tile) * tile for tile in (TALL[0], ONE_PASS[MMA_M][0]))
     return bool(16 * rows <= 17 * few)
+
+
+def _is_by_tile(own: mods.Own, problem: Problem) -> bool:
+    """Whether gradients of heads of 128 have their tiles one after the other: 3 to 10% faster where sequences are long,
+    as measured of full and causal masks; not in turns.
+    """
+    attrs, queries = problem.attrs, problem.dims["s"]
+    if _headdim(problem) != 2 * MMA_M or _is_packed(problem) or any(own) or attrs["softcap"] or attrs["deterministic"]:
+        return False
+    if (
+        attrs["left"] >= 0
+        or (attrs["right"] >= 0 and not attrs["causal"])
+        or queries < LEAST_BY_TILE[bool(attrs["causal"])]
+    ):
+        return False
+    return bool(16 * _blocks(problem, "s", BY_TILE[0]) * BY_TILE[0] <= 17 * queries)
 
 
 def _divides_columns(d: int, warps: int, tile: int) -> bool:
@@ -229,7 +251,7 @@ def workspace_bwd(own: mods.Own, problem: Problem, config: Config) -> dict[str, 
     dims, chosen = problem.dims, AttentionBackwardConfig.of(config)
     rows, length, sums, of_parts, turns = (problem.m, dims["g"] * dims["r"]), dims["s"], None, None, None
     if chosen.one_pass == "keys":
-        tile = chosen.tile_q if _is_packed(problem) else chosen.block
+        tile = chosen.tile_q if _is_packed(problem) or chosen.block % chosen.tile_q else chosen.block
         length = _blocks(problem, "s", tile) * tile
         sums = Array((*rows, length, dims["d"]), "float32")
         if not chosen.warps:
