@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch.fx import Graph as FxGraph
 from torch.fx import GraphModule, Node
 
 from cute_ops.fusion.analyse import Analysis, Found
@@ -21,7 +22,7 @@ from cute_ops.fusion.scores import Known
 from cute_ops.fusion.settle import Expressions, Layers, settle
 from cute_ops.garbage import without_collections
 from cute_ops_torch.inductor.dynamo import DynamoFront, Holder, sweep
-from cute_ops_torch.inductor.effects import example, storage_of
+from cute_ops_torch.inductor.effects import example, storage_of, written_by
 from cute_ops_torch.inductor.emit import Call, Emitter, Refused
 from cute_ops_torch.inductor.fx import hint
 from cute_ops_torch.inductor.strides import lie_alike, relaid, relay, same_sizes
@@ -163,6 +164,7 @@ class Rewriting:
         self.nodes = list(module.graph.nodes)
         self.instead: dict[Node, Node] = {}
         self.moved = False
+        self._trained = reached_by_gradients(module.graph)
 
     def part(self, found: Found | Composite, choice: Choice) -> Part:
         """Replace a part of the graph if that is chosen and safe; returns the part with its choice, or with why not."""
@@ -180,6 +182,8 @@ class Rewriting:
             Refused: that would not be safe.
         """
         roots = [self._holders(root) for root in found.roots]
+        if self._gives_zeros(found, choice, roots):
+            raise Refused("an operand would get a gradient of zeros, as only a detached result reads it")
         place = self._place(found, choice, min(holder.since for each in roots for holder in each))
 
         def emitter(order: tuple[int, ...] = ()) -> Emitter:
@@ -206,6 +210,23 @@ class Rewriting:
                 self.instead[holder.node] = here = emits.as_held(new, holder.node)
                 holder.node.replace_all_uses_with(here)
         return gain
+
+    def _gives_zeros(self, found: Found | Composite, choice: Choice, roots: list[list[Holder]]) -> bool:
+        """Whether an operand that is trained would get a gradient where the program has none: an op gives all its
+        operands one if any of its results has one.
+        """
+        results = {holder.node for each in roots for holder in each if _requires_grad(holder.node)}
+        live = [node for node in results if node in self._trained]
+        if len(live) in (0, len(results)):
+            return False
+        operands = [self.front.holders.get(value, ()) for value in operands_of(found, choice)]
+        ends, seen = {holder.node for each in operands for holder in each}, set[Node]()
+        while live:
+            if (node := live.pop()) not in seen:
+                seen.add(node)
+                live += () if node in ends else node.all_input_nodes
+        wanted = [nodes for each in operands if (nodes := [h.node for h in each if _requires_grad(h.node)])]
+        return any(seen.isdisjoint(nodes) for nodes in wanted)
 
     def _relaid(self, roots: list[list[Holder]], made: list[Node]) -> dict[Node, Any] | None:
         """The values of nodes that lie otherwise once new tensors stand for the results; None where that may not be."""
@@ -295,6 +316,21 @@ class Rewriting:
         if holders:
             return min(holder.since for holder in holders)
         return max((self._known(arg) for arg in value.args), default=-1)
+
+
+def reached_by_gradients(graph: FxGraph) -> set[Node]:
+    """The nodes of Dynamo's graph that gradients of its outputs reach, or whose values are written to others."""
+    reached = set[Node]()
+    for node in reversed(graph.nodes):
+        differentiable = not isinstance(example(node), torch.Tensor) or _requires_grad(node)
+        if node.op == "output" or written_by(node) or (differentiable and not reached.isdisjoint(node.users)):
+            reached.add(node)
+    return reached
+
+
+def _requires_grad(node: Node) -> bool:
+    value = example(node)
+    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def operands_of(found: Found | Composite, choice: Choice) -> Iterable[Value]:

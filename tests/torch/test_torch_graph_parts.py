@@ -955,3 +955,43 @@ def test_inductor_may_lay_out_what_a_backward_reads_otherwise() -> None:
             torch.ops.cute.rmsnorm(x, weight)
         with DebugContext():  # which Inductor enters before all that it does
             assert torch.ops.cute.rmsnorm(x, weight)[0].shape[-1] == 8
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_only_a_detached_result_reads_gets_no_gradient(seed: int) -> None:
+    """A gradient of zeros in place of None would let an optimizer decay a weight that takes no part."""
+    rng = random.Random(seed)
+    norm = rng.choice((torch.nn.LayerNorm, torch.nn.RMSNorm))
+    modules = torch.nn.ModuleDict({name: norm(K) for name in ("first", "second")})
+    modules["up"] = torch.nn.Linear(K, K)
+    before, with_norm, cast, also = (rng.random() < 0.5 for _ in range(4))
+
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        h = modules["first"](x) if before else modules["up"](x) if also else x + y
+        read = modules["second"](h)
+        shown = read.double().detach().float() if cast else read.detach()
+        return h * shown + (modules["first"](h) if with_norm else y)
+
+    found = []
+    for run in (function, torch.compile(function, backend=through_autograd, fullgraph=True)):
+        modules.zero_grad()
+        given = [made(B, K, seed=i) for i in (seed, seed + 1)]
+        run(*given).square().sum().backward()
+        found.append([*(p.grad for p in modules.parameters()), *(t.grad for t in given)])
+    want, got = found
+    assert [each is None for each in got] == [each is None for each in want]
+    for a, b in zip(got, want, strict=True):
+        assert a is b is None or torch.allclose(a, b, rtol=1e-4, atol=1e-5)  # type: ignore[arg-type]
+
+
+def test_a_detached_result_whose_operands_are_trained_otherwise_stays_in_an_op() -> None:
+    def function(x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        h = x + y
+        return h, F.rms_norm(h, (K,), weight.detach()).detach()
+
+    x, y, weight = made(B, K, seed=1), made(B, K, seed=2), made(K, seed=3).detach()
+    x.data, y.data = x.data * 3, y.data * 3
+    compiled = torch.compile(function, backend=through_autograd, fullgraph=True)
+    for got, want in zip(compiled(x, y, weight), function(x, y, weight), strict=True):
+        torch.testing.assert_close(got, want)
+    assert sum(inductor.replaced.values()) == 1
