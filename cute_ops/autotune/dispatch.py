@@ -182,7 +182,7 @@ def _padded_is_faster(call: Signature) -> str:
 
 
 def _expected(call: Signature) -> tuple[float, float] | None:
-    """What an op expects of our kernel and of the program that stands in for it."""
+    """The times that an op expects of our kernel and of its fallback; None for an op that predicts none."""
     other = call.binding.op.fallback
     return other.expected(call.problem) if other and other.expected else None
 

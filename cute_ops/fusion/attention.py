@@ -716,7 +716,7 @@ def _operands(parts: Mapping[str, Part], reads: Sequence[Read], sinks: Sinks | N
 
 
 def _said(scores: Scores, sinks: Sinks | None) -> str:
-    """What a report says of the scores, and of sinks that are a number."""
+    """The report's text on the scores, with the sinks' value where it is a constant."""
     number = "" if sinks is None or sinks.node is not None else f"sinks={sinks.number:.6g}"
     return ", ".join(filter(None, [scores.said, number]))
 

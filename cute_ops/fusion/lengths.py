@@ -228,7 +228,9 @@ def _ends(forms: Sequence[_Form]) -> tuple[Bound, Bound | None]:
 
 
 def below_views(node: Node, labels: tuple[int, ...]) -> tuple[Node, tuple[int, ...]]:
-    """What a value is a view of, and of each of its dims the row of the scores, ``ONE`` for one of one element."""
+    """The array that a value is a view of, and a label for each of its dims: the dim of the scores that it is, ``ONE``
+    where it has one element.
+    """
     while (below := _labels_below(node, labels)) is not None:
         node, labels = node.args[0], below
     return node, tuple(label if size != 1 else ONE for label, size in zip(labels, node.shape, strict=True))

@@ -53,7 +53,7 @@ class Given(NamedTuple):
 
 
 def masks_of(step: Decoding, scale: float) -> Masks:
-    """What a step does to scores, whose product of queries and keys has this scale before masks."""
+    """The scale, soft cap and masks that a step applies to scores; ``scale``: of its product of queries and keys."""
     lengths, begin = step.lengths, 0 if step.begin is None else step.begin.step
     scale *= lengths.scale
     return Masks(scale, lengths.softcap, lengths.fill, step.heads_first, step.queries, (step.end.step, begin))

@@ -180,17 +180,14 @@ def _is_tall(own: mods.Own, problem: Problem) -> bool:
 
 
 def _is_by_tile(own: mods.Own, problem: Problem) -> bool:
-    """Whether gradients of heads of 128 have their tiles one after the other: 3 to 10% faster where sequences are long,
-    as measured of full and causal masks; not in turns.
+    """Whether gradients of heads of 128 finish one tile of queries before the next: 3 to 10% faster for long sequences
+    with full and causal masks, as measured. Deterministic gradients do not.
     """
     attrs, queries = problem.attrs, problem.dims["s"]
     if _headdim(problem) != 2 * MMA_M or _is_packed(problem) or any(own) or attrs["softcap"] or attrs["deterministic"]:
         return False
-    if (
-        attrs["left"] >= 0
-        or (attrs["right"] >= 0 and not attrs["causal"])
-        or queries < LEAST_BY_TILE[bool(attrs["causal"])]
-    ):
+    windowed = attrs["left"] >= 0 or (attrs["right"] >= 0 and not attrs["causal"])
+    if windowed or queries < LEAST_BY_TILE[bool(attrs["causal"])]:
         return False
     return bool(16 * _blocks(problem, "s", BY_TILE[0]) * BY_TILE[0] <= 17 * queries)
 

@@ -42,8 +42,8 @@ ONE_LINE_THREADS, ONE_LINE_SM_THREADS = 256, 768
 # Bytes of a CTA of a forward whose pieces are no whole lines: 60 x 4096 x 192 runs at 0.77 by four CTAs, by eight at
 # 0.70.
 WIDE_LAST_BYTES = 100_000
-# What a piece of less than two sectors costs the gradient: 516 x 1024 x 128 runs at 0.81 by 64 bytes and two CTAs, by
-# 32 bytes and one at 0.71; 66 x 4096 x 256 at 0.70 by eight CTAs, by four at 0.61.
+# Factor of the gradient's cost for pieces shorter than two sectors: 516 x 1024 x 128 runs at 0.81 of a copy's rate by
+# 64 bytes and two CTAs, at 0.71 by 32 bytes and one; 66 x 4096 x 256 at 0.70 by eight CTAs, by four at 0.61.
 SHORT_PIECE = 1.2
 # Threads, and the most vectors of one, of pairs of CTAs that hold a part in registers while the next one arrives, alone
 # on their SMs: in place of clusters of four and more, of which not all may run at once, if pieces are no whole lines.
