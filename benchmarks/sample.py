@@ -270,7 +270,7 @@ def missing(points: Iterable[Point], rows: Iterable[Mapping[str, str]]) -> list[
 
 def behind(rows: Iterable[Mapping[str, str]], kinds: Sequence[str], count: int) -> list[Point]:
     """The points of a file at which another contender was more than 3% ahead, of so many of each kind and seed."""
-    late = {key for key, found in by_point(rows).items() if (best := beside_best(found)) and best[1] < 1 - BEHIND}
+    late = [key for key, found in by_point(rows).items() if (best := beside_best(found)) and best[1] < 1 - BEHIND]
     seeds = dict.fromkeys(int(key[0]) for key in late)
     return [point for seed in seeds for point in draw(seed, kinds, count) if point.key in late]
 
