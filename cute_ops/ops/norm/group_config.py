@@ -182,8 +182,20 @@ def _held(problem: Problem, found: GroupConfig) -> GroupConfig | None:
     taken = HELD_THREADS * (per_thread * VECTOR_BYTES + 8 * found.vec + 12)
     if per_thread > HELD_VECTORS or taken > ring_bytes(problem):
         return None
-    clusters = problem.sm_count // HELD_CLUSTER
+    if HELD_THREADS * per_thread * VECTOR_BYTES + _sums_held(problem, found) > ARCHES[problem.arch].shared_per_cta:
+        return None
+    clusters = max(problem.sm_count // HELD_CLUSTER, 1)
     return replace(found, form="held", threads=HELD_THREADS, cluster=HELD_CLUSTER, resident=1, clusters=clusters)
+
+
+def _sums_held(problem: Problem, found: GroupConfig) -> int:
+    """Bytes of shared memory for sums of such a pair: more than its threads suggest where groups have few channels."""
+    each = int(problem.dims["n"] // groups_of(problem.attrs, problem.dims))
+    numbers, blocks = found.width // math.gcd(found.vec, each), found.width // each
+    depth = HELD_THREADS // (found.width // found.vec)
+    helpers = max(min(HELD_THREADS // numbers, depth, WARP), 1)
+    # Means and squares of threads, helpers and their counts, what CTAs exchange twice, and groups; alignment.
+    return 4 * numbers * (2 * depth + 3 * helpers) + 8 * blocks * (2 * HELD_CLUSTER + 1) + 8 * VECTOR_BYTES
 
 
 def _of_passes(channels: int, groups: int, aligned: int, unit: int) -> tuple[int, int]:
