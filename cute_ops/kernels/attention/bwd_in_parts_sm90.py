@@ -44,16 +44,9 @@ class OnePassInParts(OnePassBackward):
         ring_o.consumer_release(slot)
 
     @cute.jit
-    def _differentiate_all(
-        self, rings: cutlass.Constexpr, products: cutlass.Constexpr, registers: cutlass.Constexpr,
-        given: cutlass.Constexpr, at: cutlass.Constexpr, sizes: cutlass.Constexpr,
-    ):  # fmt: skip
-        (ring_q, _, _, ring_o), (mmas, operands) = rings, products
-        (mma_first, mma_s, mma_dk, mma_dv, mma_new, mma_dq), (lse, delta, put_ds, add) = mmas, given
-        of_scores, of_weights, tKrQ, tVrO, of_dq = operands
-        (rS, *_, rDq), (tidx, keys) = registers, at
-        products = (mma_first, mma_s), of_weights, (mma_dv, tVrO), (mma_dk, tKrQ), ((mma_new, mma_dq), *of_dq)
-        given = ring_o, (lse, delta), put_ds
+    def _differentiate_all(self, consumer: cutlass.Constexpr, sizes: cutlass.Constexpr):
+        (ring_q, ring_o), keys, add = consumer.rings, consumer.keys, consumer.add
+        of_scores, rS, rDq = consumer.products.scores, consumer.registers.rS, consumer.registers.rDq
         slot = make_pipeline_state(PipelineUserType.Consumer, self.stages)
         before = make_pipeline_state(PipelineUserType.Consumer, self.stages)
         for i in cutlass.range(self._rounds(sizes), unroll=1):
@@ -61,20 +54,20 @@ class OnePassInParts(OnePassBackward):
             first = queries
             if steps > 0:
                 ring_q.consumer_wait(slot)
-                multiply((mma_first, mma_s), *of_scores, rS, self._slots(slot))
+                multiply(*of_scores, rS, self._slots(slot))
                 warpgroup.wait_group(0)
                 slot.advance()
                 next_head, next_queries = following(head, queries, first, last)
                 for _ in cutlass.range(steps - 1, unroll=1):
                     if self.tiles.some(Tile(keys.block, next_head, keys.batch), sizes, next_queries, keys.block):
                         tile = Tile(keys.block, head, keys.batch)
-                        self._differentiate(registers, products, given, before, (tidx, tile, queries), sizes)
+                        self._differentiate(consumer, before, (tile, queries), sizes)
                         if const_expr(self.adds_first):
                             warpgroup.wait_group(1)
                             add(rDq, tile, queries, sizes)
                         ring_q.consumer_wait(slot)
                         warpgroup.wait_group(1)
-                        multiply((mma_first, mma_s), *of_scores, rS, self._slots(slot))
+                        multiply(*of_scores, rS, self._slots(slot))
                         if const_expr(self.adds_first):
                             warpgroup.wait_group(1)
                         ring_q.consumer_release(before)
@@ -89,7 +82,7 @@ class OnePassInParts(OnePassBackward):
                         head, queries = next_head, next_queries
                     next_head, next_queries = following(next_head, next_queries, first, last)
                 tile = Tile(keys.block, head, keys.batch)
-                self._differentiate(registers, products, given, before, (tidx, tile, queries), sizes)
+                self._differentiate(consumer, before, (tile, queries), sizes)
                 warpgroup.wait_group(0)
                 add(rDq, tile, queries, sizes)
                 ring_q.consumer_release(before)
@@ -98,33 +91,28 @@ class OnePassInParts(OnePassBackward):
 
     @cute.jit
     def _differentiate(
-        self, registers: cutlass.Constexpr, products: cutlass.Constexpr, given: cutlass.Constexpr,
-        slot: cutlass.Constexpr, at: cutlass.Constexpr, sizes: cutlass.Constexpr,
-    ):  # fmt: skip
+        self, consumer: cutlass.Constexpr, slot: cutlass.Constexpr, at: cutlass.Constexpr, sizes: cutlass.Constexpr
+    ):
         """Issue all products of a tile whose scores are multiplied, that which gives dq last: it waits for the other
         warpgroup.
         """
-        (rS, rP, rWeights, rDs, rDk, rDv, rDq), (ring_o, (lse, delta), put_ds), (tidx, tile, queries) = (
-            registers,
-            given,
-            at,
-        )
-        of_scores, of_weights, of_dv, of_dk, (mmas, tDrDs, tDrK) = products
+        (_, ring_o), products, (lse, delta), tidx = consumer.rings, consumer.products, consumer.rows, consumer.tidx
+        (tile, queries), (rS, rP, rWeights, rDs, rDk, rDv, rDq) = at, consumer.registers
         ring_o.consumer_wait(slot)
-        multiply(of_scores, *of_weights, rP, (0, slot.index))
+        multiply(*products.cotangents, rP, (0, slot.index))
         place = self._place(tidx, tile, queries, sizes)
         whole = self.tiles.whole(tile, sizes, queries, tile.block)
         rest = self.tiles.rest_of(tile, sizes, queries, tile.block, down=True)
         of_column = self._numbers(lse, slot, tidx)
-        self._multiply_weights(of_dv, (rS, rWeights, rDv), slot, (place, whole, rest), of_column)
+        self._multiply_weights(products.dv, (rS, rWeights, rDv), slot, (place, whole, rest), of_column)
         of_column = self._numbers(delta, slot, tidx)
         warpgroup.wait_group(self.parts_of_tile)
-        self._multiply_cotangents(of_dk, (rS, rP, rDs, rDk), slot, of_column)
+        self._multiply_cotangents(products.dk, (rS, rP, rDs, rDk), slot, of_column)
         of_ds = slot.index if const_expr(self.tiles_of_ds > 1) else 0
-        put_ds(rDs, of_ds)
+        consumer.put_ds(rDs, of_ds)
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=DS, number_of_threads=self.consumers * WARPGROUP)
-        multiply(mmas, tDrDs, tDrK, rDq, (of_ds, 0))
+        multiply(*products.dq, rDq, (of_ds, 0))
 
     @cute.jit
     def _multiply_weights(

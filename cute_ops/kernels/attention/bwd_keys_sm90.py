@@ -1,5 +1,7 @@
 """The gradients of attention's keys and values on Hopper."""
 
+from typing import Any, NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
@@ -34,6 +36,59 @@ from cute_ops.kernels.lib.copy import compiler_barrier
 from cute_ops.kernels.tensor_core.sizes import MMA_M, WARPGROUP
 
 MOST_NUMBERS = 224  # in registers of a thread, of scores and sums, while products are issued one after another
+
+
+class Products(NamedTuple):
+    """The products of a tile of queries: the MMAs and operands of each.
+
+    Attributes:
+        scores: ``k @ q.T``: the MMA that overwrites and the one that adds, and both operands.
+        cotangents: ``v @ dout.T``, of weights, likewise.
+        dv, dk: the MMA, and the operand beside weights, or beside ds.
+        dq: ``ds @ k``, as scores; None where another kernel computes it.
+    """
+
+    scores: Any
+    cotangents: Any
+    dv: Any
+    dk: Any
+    dq: Any = None
+
+
+class Registers(NamedTuple):
+    """A thread's part of a tile's scores, whose place ds takes, and of the cotangents of weights; of weights and ds in
+    16 bits; of the sums dk and dv; and of a tile's dq, None where another kernel computes it.
+    """
+
+    rS: Any
+    rP: Any
+    rWeights: Any
+    rDs: Any
+    rDk: Any
+    rDv: Any
+    rDq: Any = None
+
+
+class Consumer(NamedTuple):
+    """What a thread that multiplies has for all tiles of queries of its keys.
+
+    Attributes:
+        rings: of queries, of cotangents.
+        products, registers: of a tile.
+        rows: logarithms and deltas of queries.
+        tidx: its number among threads that multiply.
+        keys: the block of keys.
+        put_ds, add: store ds, and add a tile's dq; None where another kernel computes dq.
+    """
+
+    rings: Any
+    products: Products
+    registers: Registers
+    rows: Any
+    tidx: Any
+    keys: Any
+    put_ds: Any = None
+    add: Any = None
 
 
 class KeysBackward:
@@ -207,14 +262,27 @@ class KeysBackward:
         q, k, v, dout, *_ = moved
         tidx = cute.arch.thread_idx()[0] - WARPGROUP
         group = cute.arch.make_warp_uniform(tidx // WARPGROUP)
-        (tSrK, tSrQ), (tPrV, tPrO), tKrQ, tVrO = self._operands((mma_s, mma_dk, mma_dv), (q, k, v, dout), group)
-        rS, rP, rWeights, rDs, rDk, rDv = self._registers((mma_s, mma_dk, mma_dv))
-
+        of_scores, of_cotangents, tKrQ, tVrO = self._operands((mma_s, mma_dk, mma_dv), (q, k, v, dout), group)
+        both = mma_first, mma_s
+        products = Products((both, *of_scores), (both, *of_cotangents), (mma_dv, tVrO), (mma_dk, tKrQ))
+        registers = Registers(*self._registers((mma_s, mma_dk, mma_dv)))
         one = make_pipeline_state(PipelineUserType.Consumer, 1)
-        slot = make_pipeline_state(PipelineUserType.Consumer, self.stages)
-        before = make_pipeline_state(PipelineUserType.Consumer, self.stages)
         ring_k.consumer_wait(one)
         ring_v.consumer_wait(one)
+        self._differentiate_all(Consumer((ring_q, ring_o), products, registers, rows, tidx, keys), sizes)
+        cute.arch.barrier(barrier_id=READ, number_of_threads=self.consumers * WARPGROUP)
+        if const_expr(self.of_k):
+            store_rows(mma_dk, registers.rDk, moved[4], (tidx, keys, self.scale, self.d), sizes.rows[1])
+        if const_expr(self.of_v):
+            rDv = self._waited_for(registers.rDv)
+            store_rows(mma_dv, rDv, moved[5], (tidx, keys, 1.0, self.dv), sizes.rows[1])
+
+    @cute.jit
+    def _differentiate_all(self, consumer: cutlass.Constexpr, sizes: cutlass.Constexpr):
+        """Issue the products of all tiles of queries: the last ones of a tile go on while the next one's begin."""
+        (ring_q, ring_o), keys = consumer.rings, consumer.keys
+        slot = make_pipeline_state(PipelineUserType.Consumer, self.stages)
+        before = make_pipeline_state(PipelineUserType.Consumer, self.stages)
         running = Boolean(False)
         for i in cutlass.range(self._rounds(sizes), unroll=1):
             head, queries, last, steps = self._steps(keys, sizes, i)
@@ -222,34 +290,13 @@ class KeysBackward:
             for _ in cutlass.range(steps, unroll=1):
                 tile = Tile(keys.block, head, keys.batch)
                 if self.tiles.some(tile, sizes, queries, tile.block):
-                    place = self._place(tidx, tile, queries, sizes)
-                    ring_q.consumer_wait(slot)
-                    multiply((mma_first, mma_s), tSrK, tSrQ, rS, (0, slot.index))
-                    ring_o.consumer_wait(slot)
-                    if const_expr(self.of_k):
-                        multiply((mma_first, mma_s), tPrV, tPrO, rP, (0, slot.index))
-                    lse = of_columns(rows[0], place, sizes)
-                    warpgroup.wait_group(1 if const_expr(self.of_k) else 0)
+                    place, lse = self._begin(consumer, slot, (tile, queries), sizes)
                     if running:
                         ring_q.consumer_release(before)
                         ring_o.consumer_release(before)
                         before.advance()
                     running = Boolean(True)
-                    whole = self.tiles.whole(tile, sizes, queries, tile.block)
-                    logs = [self.weights.of_lse(*each) for each in lse]
-                    weights = rWeights if const_expr(self.of_v) else None
-                    rest = self.tiles.rest_of(tile, sizes, queries, tile.block, down=True)
-                    self.weights.of_scores(rS, weights, place, lambda r, c, logs=logs: logs[c], whole, rest)
-                    if const_expr(self.of_v):
-                        multiply_weights(mma_dv, rWeights, tVrO, rDv, slot.index)
-                    if const_expr(self.of_k):
-                        delta = of_columns(rows[1], place, sizes)
-                        warpgroup.wait_group(1 if const_expr(self.of_v) else 0)
-                        scores, cotangents = by_row(rS), by_row(rP)
-                        for r, c, *_ in place.each():
-                            scores[r, c] = scores[r, c] * (cotangents[r, c] - delta[c][0])
-                        store_packed(rS, rDs)
-                        multiply_weights(mma_dk, rDs, tKrQ, rDk, slot.index)
+                    self._differentiate(consumer, slot, (tile, queries), (place, lse), sizes)
                     slot.advance()
                 head, queries = following(head, queries, first, last)
             # Accumulators are not carried to the next round while instructions add to them.
@@ -259,11 +306,43 @@ class KeysBackward:
                 ring_o.consumer_release(before)
                 before.advance()
             running = Boolean(False)
-        cute.arch.barrier(barrier_id=READ, number_of_threads=self.consumers * WARPGROUP)
-        if const_expr(self.of_k):
-            store_rows(mma_dk, rDk, moved[4], (tidx, keys, self.scale, self.d), sizes.rows[1])
-        if const_expr(self.of_v):
-            store_rows(mma_dv, self._waited_for(rDv), moved[5], (tidx, keys, 1.0, self.dv), sizes.rows[1])
+
+    def _begin(self, consumer, slot, at, sizes):
+        """Issue the products of scores and of their weights' cotangents, and wait for those of the tile before, and for
+        the scores. ``at``: the tile of keys, and that of queries.
+
+        Returns:
+            The place of the scores, and the logarithms of their rows.
+        """
+        (ring_q, ring_o), products, registers = consumer.rings, consumer.products, consumer.registers
+        place = self._place(consumer.tidx, *at, sizes)
+        ring_q.consumer_wait(slot)
+        multiply(*products.scores, registers.rS, (0, slot.index))
+        ring_o.consumer_wait(slot)
+        if self.of_k:
+            multiply(*products.cotangents, registers.rP, (0, slot.index))
+        lse = of_columns(consumer.rows[0], place, sizes)
+        warpgroup.wait_group(int(self.of_k))
+        return place, lse
+
+    def _differentiate(self, consumer, slot, at, begun, sizes):
+        """Compute weights and ds, and issue their products. ``begun``: what :meth:`_begin` returns."""
+        (tile, queries), (place, lse), (rS, rP, rWeights, rDs, rDk, rDv, _) = at, begun, consumer.registers
+        (mma_dv, tVrO), (mma_dk, tKrQ) = consumer.products.dv, consumer.products.dk
+        whole = self.tiles.whole(tile, sizes, queries, tile.block)
+        logs = [self.weights.of_lse(*each) for each in lse]
+        rest = self.tiles.rest_of(tile, sizes, queries, tile.block, down=True)
+        self.weights.of_scores(rS, rWeights if self.of_v else None, place, lambda r, c: logs[c], whole, rest)
+        if self.of_v:
+            multiply_weights(mma_dv, rWeights, tVrO, rDv, slot.index)
+        if self.of_k:
+            delta = of_columns(consumer.rows[1], place, sizes)
+            warpgroup.wait_group(int(self.of_v))
+            scores, cotangents = by_row(rS), by_row(rP)
+            for r, c, *_ in place.each():
+                scores[r, c] = scores[r, c] * (cotangents[r, c] - delta[c][0])
+            store_packed(rS, rDs)
+            multiply_weights(mma_dk, rDs, tKrQ, rDk, slot.index)
 
     def _waited_for(self, rDv):
         """Sums that LLVM rounds no earlier than they are waited for, or ptxas would wait after every product of the

@@ -8,7 +8,7 @@ from cutlass.pipeline import PipelineUserType, make_pipeline_state, pipeline_ini
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as hopper
 
-from cute_ops.kernels.attention.bwd_keys_sm90 import KeysBackward, following
+from cute_ops.kernels.attention.bwd_keys_sm90 import Consumer, KeysBackward, Products, Registers
 from cute_ops.kernels.attention.bwd_queries_sm90 import READ, store_rows
 from cute_ops.kernels.attention.products import (
     keep_rows,
@@ -288,91 +288,67 @@ class OnePassBackward(SumsOfTiles, KeysBackward):
         keys: cutlass.Constexpr, sizes: cutlass.Constexpr,
     ):  # fmt: skip
         """Compute a block's gradients: the products of all tiles of queries, then dk and dv are stored."""
-        (_, ring_k, ring_v, _), (_, mma_s, mma_dk, mma_dv, _, mma_dq) = rings, mmas
+        (ring_q, ring_k, ring_v, ring_o), (mma_first, mma_s, mma_dk, mma_dv, mma_new, mma_dq) = rings, mmas
         (q, k, v, dout, lse, delta, dk, dv), (sDs, sums, mParts) = moved, own
         tidx = cute.arch.thread_idx()[0] - WARPGROUP
         group = cute.arch.make_warp_uniform(tidx // WARPGROUP)
-        of_scores, of_weights, tKrQ, tVrO = self._operands((mma_s, mma_dk, mma_dv), (q, k, v, dout), group)
+        of_scores, of_cotangents, tKrQ, tVrO = self._operands((mma_s, mma_dk, mma_dv), (q, k, v, dout), group)
         *of_dq, rDq = self._product_of_queries(mma_dq, self._rows_of_ds(sDs, True), k, group)
-        *others, rDk, rDv = self._registers((mma_s, mma_dk, mma_dv))
-        registers, stored = (*others, rDk, rDv, rDq), (self._store(mma_s, sDs, tidx), self._adder(sums, tidx))
+        registers = Registers(*self._registers((mma_s, mma_dk, mma_dv)), rDq)
+        stored = self._store(mma_s, sDs, tidx), self._adder(sums, tidx)
         one = make_pipeline_state(PipelineUserType.Consumer, 1)
         ring_k.consumer_wait(one)
         ring_v.consumer_wait(one)
         if const_expr(self.keeps):
-            of_scores, of_weights = (
+            of_scores, of_cotangents = (
                 (keep_rows(mma_s, x.s[None, None, 0], tidx), operands[1])
-                for x, operands in ((k, of_scores), (v, of_weights))
+                for x, operands in ((k, of_scores), (v, of_cotangents))
             )
-        products = mmas, (of_scores, of_weights, tKrQ, tVrO, of_dq)
-        self._differentiate_all(rings, products, registers, (lse, delta, *stored), (tidx, keys), sizes)
+        both, of_dq = (mma_first, mma_s), ((mma_new, mma_dq), *of_dq)
+        products = Products((both, *of_scores), (both, *of_cotangents), (mma_dv, tVrO), (mma_dk, tKrQ), of_dq)
+        consumer = Consumer((ring_q, ring_o), products, registers, (lse, delta), tidx, keys, *stored)
+        self._differentiate_all(consumer, sizes)
         cute.arch.barrier(barrier_id=READ, number_of_threads=self.consumers * WARPGROUP)
-        self._finish((mma_dk, mma_dv), (rDk, rDv), (dk, dv, mParts), tidx, keys, sizes)
+        self._finish((mma_dk, mma_dv), (registers.rDk, registers.rDv), (dk, dv, mParts), tidx, keys, sizes)
 
     def _product_of_queries(self, mma_dq, sDs, k, group):
-        """The operands of the product that gives dq, and its accumulators. ``sDs``: rows are queries."""
+        """Both operands of the product that gives dq, and its accumulators. ``sDs``: rows are queries."""
         first_dq = mma_dq.get_slice(group * WARPGROUP)
         tDrDs = mma_dq.make_fragment_A(first_dq.partition_A(sDs))  # (mma, m, n, tiles)
         tDrK = mma_dq.make_fragment_B(first_dq.partition_B(transposed(k.s)))  # (mma, d, n, 1)
         return tDrDs, tDrK, cute.make_rmem_tensor(mma_dq.partition_shape_C((self.tile_q, self.d)), Float32)
 
-    @cute.jit
-    def _differentiate_all(
-        self, rings: cutlass.Constexpr, products: cutlass.Constexpr, registers: cutlass.Constexpr,
-        given: cutlass.Constexpr, at: cutlass.Constexpr, sizes: cutlass.Constexpr,
-    ):  # fmt: skip
-        """Issue the products of all tiles of queries. ``given``: numbers of rows, and what stores ds and adds dq."""
-        (ring_q, _, _, ring_o), (mmas, operands) = rings, products
-        (mma_first, mma_s, mma_dk, mma_dv, mma_new, mma_dq), (lse, delta, put_ds, add) = mmas, given
-        of_scores, of_weights, tKrQ, tVrO, (tDrDs, tDrK) = operands
-        (rS, rP, rWeights, rDs, rDk, rDv, rDq), (tidx, keys) = registers, at
-        slot = make_pipeline_state(PipelineUserType.Consumer, self.stages)
-        before = make_pipeline_state(PipelineUserType.Consumer, self.stages)
-        running = Boolean(False)
-        for i in cutlass.range(self._rounds(sizes), unroll=1):
-            head, queries, last, steps = self._steps(keys, sizes, i)
-            first = queries
-            for _ in cutlass.range(steps, unroll=1):
-                tile = Tile(keys.block, head, keys.batch)
-                if self.tiles.some(tile, sizes, queries, tile.block):
-                    place = self._place(tidx, tile, queries, sizes)
-                    ring_q.consumer_wait(slot)
-                    of_column = self._numbers(lse, slot, tidx)
-                    self._score((mma_first, mma_s), of_scores, rS, slot)
-                    ring_o.consumer_wait(slot)
-                    self._score((mma_first, mma_s), of_weights, rP, slot)
-                    warpgroup.wait_group(1)
-                    if running:
-                        ring_q.consumer_release(before)
-                        ring_o.consumer_release(before)
-                        before.advance()
-                    running = Boolean(True)
-                    whole = self.tiles.whole(tile, sizes, queries, tile.block)
-                    rest = self.tiles.rest_of(tile, sizes, queries, tile.block, down=True)
-                    self.weights.of_scores(rS, rWeights, place, of_column, whole, rest)
-                    multiply_weights(mma_dv, rWeights, tVrO, rDv, slot.index)
-                    of_column = self._numbers(delta, slot, tidx)
-                    warpgroup.wait_group(1)
-                    self._cotangents_of_scores(rS, rP, of_column)
-                    store_packed(rS, rDs)
-                    # Both warpgroups have read the tile of ds that lay there.
-                    of_ds = slot.index if const_expr(self.tiles_of_ds > 1) else 0
-                    put_ds(rDs, of_ds)
-                    cute.arch.fence_view_async_shared()
-                    cute.arch.barrier(barrier_id=DS, number_of_threads=self.consumers * WARPGROUP)
-                    multiply((mma_new, mma_dq), tDrDs, tDrK, rDq, (of_ds, 0))
-                    multiply_weights(mma_dk, rDs, tKrQ, rDk, slot.index)
-                    warpgroup.wait_group(1)
-                    add(rDq, tile, queries, sizes)
-                    slot.advance()
-                head, queries = following(head, queries, first, last)
-            # Accumulators are not carried to the next round while instructions add to them.
-            warpgroup.wait_group(0)
-            if running:
-                ring_q.consumer_release(before)
-                ring_o.consumer_release(before)
-                before.advance()
-            running = Boolean(False)
+    def _begin(self, consumer, slot, at, sizes):
+        (ring_q, ring_o), products, registers = consumer.rings, consumer.products, consumer.registers
+        place = self._place(consumer.tidx, *at, sizes)
+        ring_q.consumer_wait(slot)
+        of_column = self._numbers(consumer.rows[0], slot, consumer.tidx)
+        self._score(products.scores, registers.rS, slot)
+        ring_o.consumer_wait(slot)
+        self._score(products.cotangents, registers.rP, slot)
+        warpgroup.wait_group(1)
+        return place, of_column
+
+    def _differentiate(self, consumer, slot, at, begun, sizes):
+        (tile, queries), (place, lse), (rS, rP, rWeights, rDs, rDk, rDv, rDq) = at, begun, consumer.registers
+        (mma_dv, tVrO), (mma_dk, tKrQ) = consumer.products.dv, consumer.products.dk
+        whole = self.tiles.whole(tile, sizes, queries, tile.block)
+        rest = self.tiles.rest_of(tile, sizes, queries, tile.block, down=True)
+        self.weights.of_scores(rS, rWeights, place, lse, whole, rest)
+        multiply_weights(mma_dv, rWeights, tVrO, rDv, slot.index)
+        delta = self._numbers(consumer.rows[1], slot, consumer.tidx)
+        warpgroup.wait_group(1)
+        self._cotangents_of_scores(rS, rP, delta)
+        store_packed(rS, rDs)
+        # Both warpgroups have read the tile of ds that lay there.
+        of_ds = slot.index if self.tiles_of_ds > 1 else 0
+        consumer.put_ds(rDs, of_ds)
+        cute.arch.fence_view_async_shared()
+        cute.arch.barrier(barrier_id=DS, number_of_threads=self.consumers * WARPGROUP)
+        multiply(*consumer.products.dq, rDq, (of_ds, 0))
+        multiply_weights(mma_dk, rDs, tKrQ, rDk, slot.index)
+        warpgroup.wait_group(1)
+        consumer.add(rDq, tile, queries, sizes)
 
     @cute.jit
     def _finish(
@@ -390,12 +366,12 @@ class OnePassBackward(SumsOfTiles, KeysBackward):
             store_rows(mma_dk, rDk, dk, (tidx, keys, self.scale, self.d), sizes.rows[1])
             store_rows(mma_dv, rDv, dv, (tidx, keys, 1.0, self.dv), sizes.rows[1])
 
-    def _score(self, mmas, operands, rX, slot):
+    def _score(self, product, rX, slot):
         """Issue a product of keys, or values, and a slot."""
         if self.keeps:
-            multiply_kept(mmas, *operands, rX, slot.index)
+            multiply_kept(*product, rX, slot.index)
         else:
-            multiply(mmas, *operands, rX, (0, slot.index))
+            multiply(*product, rX, (0, slot.index))
 
     def _of_queries(self, x, slot, tidx):
         """Pairs of neighbouring numbers in shared memory: those of a thread's columns, which are queries."""

@@ -9,6 +9,7 @@ from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as hopper
 
 from cute_ops.kernels.attention.bwd_in_parts_sm90 import OnePassInParts
+from cute_ops.kernels.attention.bwd_keys_sm90 import Consumer, Products, Registers
 from cute_ops.kernels.attention.bwd_one_pass_sm90 import DS
 from cute_ops.kernels.attention.bwd_queries_sm90 import OWN, READ, store_if_first
 from cute_ops.kernels.attention.products import multiply
@@ -95,14 +96,14 @@ class WideHeadsBackward(OnePassInParts):
         self, rings: cutlass.Constexpr, mmas: cutlass.Constexpr, moved: cutlass.Constexpr, own: cutlass.Constexpr,
         keys: cutlass.Constexpr, sizes: cutlass.Constexpr,
     ):  # fmt: skip
-        (_, ring_k, ring_v, _), (_, mma_s, mma_dk, mma_dv, _, mma_dq) = rings, mmas
+        (ring_q, ring_k, ring_v, ring_o), (mma_first, mma_s, mma_dk, mma_dv, mma_new, mma_dq) = rings, mmas
         (q, k, v, dout, lse, delta, dk, dv), (sDs, sums, mParts) = moved, own
         tidx = cute.arch.thread_idx()[0] - WARPGROUP
         group = cute.arch.make_warp_uniform(tidx // WARPGROUP)
         first_s, first_dk, first_dv, first_dq = (
             mma.get_slice(group * WARPGROUP) for mma in (mma_s, mma_dk, mma_dv, mma_dq)
         )
-        of_scores, of_weights = (
+        of_scores, of_cotangents = (
             (mma_s.make_fragment_A(first_s.partition_A(a.s)), mma_s.make_fragment_B(first_s.partition_B(b.s)))
             for a, b in ((q, k), (dout, v))
         )
@@ -132,52 +133,48 @@ class WideHeadsBackward(OnePassInParts):
         one = make_pipeline_state(PipelineUserType.Consumer, 1)
         ring_k.consumer_wait(one)
         ring_v.consumer_wait(one)
-        registers = rS, rP, rWeights, rDs, rDk, rDv, rDq
-        products = mmas, (of_scores, of_weights, (tKrQ, tKrDs), (tVrO, tKrDs), (tDrDs, tDrK))
-        given = lse, delta, put, self._adder(sums, tidx)
+        registers, both = Registers(rS, rP, rWeights, rDs, rDk, rDv, rDq), (mma_first, mma_s)
+        of_dv, of_dk = ((mma_dv, mma_dv), tVrO, tKrDs), ((mma_dk, mma_dk), tKrQ, tKrDs)
+        of_dq = (mma_new, mma_dq), tDrDs, tDrK
+        products = Products((both, *of_scores), (both, *of_cotangents), of_dv, of_dk, of_dq)
+        stored = put, self._adder(sums, tidx)
+        consumer = Consumer((ring_q, ring_o), products, registers, (lse, delta), tidx, keys, *stored)
         self._free_ds(group)
-        self._differentiate_all(rings, products, registers, given, (tidx, keys), sizes)
+        self._differentiate_all(consumer, sizes)
         cute.arch.barrier(barrier_id=FREE + group, number_of_threads=self.consumers * WARPGROUP)
         cute.arch.barrier(barrier_id=READ, number_of_threads=self.consumers * WARPGROUP)
         self._finish((mma_dk, mma_dv), (rDk, rDv), (dk, dv, mParts), tidx, keys, sizes)
 
     @cute.jit
     def _differentiate(
-        self, registers: cutlass.Constexpr, products: cutlass.Constexpr, given: cutlass.Constexpr,
-        slot: cutlass.Constexpr, at: cutlass.Constexpr, sizes: cutlass.Constexpr,
-    ):  # fmt: skip
-        (rS, rP, rWeights, rDs, rDk, rDv, rDq), (ring_o, (lse, delta), put), (tidx, tile, queries) = (
-            registers,
-            given,
-            at,
-        )
-        of_scores, of_weights, (mma_dv, of_dv), (mma_dk, of_dk), (mmas, tDrDs, tDrK) = products
-        group, own = (
-            cute.arch.make_warp_uniform(tidx // WARPGROUP),
-            self._of_cotangents(slot, PipelineUserType.Consumer),
-        )
+        self, consumer: cutlass.Constexpr, slot: cutlass.Constexpr, at: cutlass.Constexpr, sizes: cutlass.Constexpr
+    ):
+        (_, ring_o), products, (lse, delta), tidx = consumer.rings, consumer.products, consumer.rows, consumer.tidx
+        (tile, queries), (rS, rP, rWeights, rDs, rDk, rDv, rDq) = at, consumer.registers
+        group = cute.arch.make_warp_uniform(tidx // WARPGROUP)
+        own = self._of_cotangents(slot, PipelineUserType.Consumer)
         ring_o.consumer_wait(own)
-        multiply(of_scores, *of_weights, rP, (0, 0))
+        multiply(*products.cotangents, rP, (0, 0))
         place = self._place(tidx, tile, queries, sizes)
         whole = self.tiles.whole(tile, sizes, queries, tile.block)
         rest = self.tiles.rest_of(tile, sizes, queries, tile.block)
         self.weights.of_scores(rS, rWeights, place, self._numbers(lse, slot, tidx), whole, rest)
-        put(rWeights, 0)
+        consumer.put_ds(rWeights, 0)
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=OWN + group, number_of_threads=WARPGROUP)
-        multiply((mma_dv, mma_dv), *of_dv, rDv, (0, 0))
+        multiply(*products.dv, rDv, (0, 0))
         of_row = self._numbers(delta, own, tidx)
         warpgroup.wait_group(1)
         self._cotangents_of_scores(rS, rP, of_row)
         store_packed(rS, rDs)
         cute.arch.barrier(barrier_id=FREE + group, number_of_threads=self.consumers * WARPGROUP)
-        put(rDs, 1)
+        consumer.put_ds(rDs, 1)
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=DS, number_of_threads=self.consumers * WARPGROUP)
-        multiply(mmas, tDrDs, tDrK, rDq, (1, 0))
+        multiply(*products.dq, rDq, (1, 0))
         warpgroup.wait_group(1)
         ring_o.consumer_release(own)
-        multiply((mma_dk, mma_dk), *of_dk, rDk, (slot.index, 1))
+        multiply(*products.dk, rDk, (slot.index, 1))
 
     def _cotangents_of_scores(self, rS, rP, of_row):
         scores, cotangents = by_row(rS), by_row(rP)
