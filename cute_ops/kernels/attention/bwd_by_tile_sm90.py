@@ -11,9 +11,8 @@ from cute_ops.kernels.attention.bwd_one_tile_sm90 import OneTileAtATime
 from cute_ops.kernels.attention.config import MMA_ROWS
 from cute_ops.kernels.attention.products import mma_of_scores, mma_of_weights, multiply, multiply_weights
 from cute_ops.kernels.attention.softmax import store_packed
-from cute_ops.kernels.attention.sums import CHUNK, TOGETHER, add_bytes
+from cute_ops.kernels.attention.sums import CHUNK, TOGETHER, add_bytes, neighbouring_rows
 from cute_ops.kernels.attention.tiles import Moved, Tile, address_of, transposed
-from cute_ops.kernels.lib.copy import fragment, load
 from cute_ops.kernels.tensor_core.sizes import MMA_M, WARP, WARPGROUP
 
 
@@ -104,16 +103,10 @@ class ByTileBackward(OneTileAtATime):
         ring_q.consumer_release(slot)
 
     def _load_rows(self, mSums, at, chunk):
-        """A chunk of two neighbouring rows, which eight threads have: of each two columns, 8 apart, of both."""
+        """A chunk of two neighbouring rows, which eight threads have: each two columns, 8 apart, of both."""
         row, head, which = at
         place, share, column = row % self.tile_q, chunk * CHUNK // MMA_M, chunk * CHUNK % MMA_M
         thread = column // MMA_ROWS * WARP + place % 8 // 2
         number = share * (self.tile_q * MMA_M) + (place // 8 * WARPGROUP + thread) * TOGETHER
         number += column % MMA_ROWS // 8 * 2
-        first = address_of(mSums, (row - place, 0, head, which), number)
-        rows, rX = [fragment(Float32, CHUNK) for _ in range(2)], fragment(Float32, 2)
-        for i in range(CHUNK):
-            load(rX, first + i * (WARP // 8 * TOGETHER * Float32.width // 8))
-            for j in range(2):
-                rows[j][i] = rX[j]
-        return rows
+        return neighbouring_rows(address_of(mSums, (row - place, 0, head, which), number))

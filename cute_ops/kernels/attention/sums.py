@@ -169,20 +169,26 @@ class PartsByColumns(PartsOfKeys):
         return 2 * WARPGROUP
 
     def _load_rows(self, mSums, at, chunk):
-        """A chunk of two neighbouring rows, which eight threads have: of each two columns, 8 apart, of both."""
+        """A chunk of two neighbouring rows, which eight threads have: each two columns, 8 apart, of both."""
         row, head, which = at
         keys, place = self.tiles.tile_k // 2, row % self.tiles.tile_k
         part, column, own = chunk * CHUNK // MMA_M, chunk * CHUNK % MMA_M, place % keys
         thread = place // keys * WARPGROUP + column // MMA_ROWS * WARP + own % 8 // 2
         number = (part * (keys // 8) + own // 8) * (2 * WARPGROUP) + thread
         at = row - place, 0, head, which
-        first = address_of(mSums, at, number * TOGETHER + column % MMA_ROWS // 8 * 2)
-        rows, rX = [fragment(Float32, CHUNK) for _ in range(2)], fragment(Float32, 2)
-        for i in range(CHUNK):
-            load(rX, first + i * (WARP // 8 * TOGETHER * Float32.width // 8))
-            for j in range(2):
-                rows[j][i] = rX[j]
-        return rows
+        return neighbouring_rows(address_of(mSums, at, number * TOGETHER + column % MMA_ROWS // 8 * 2))
+
+
+def neighbouring_rows(first):
+    """What :meth:`SumsOfTiles._load_rows` returns of transposed sums, from the address of both rows' first column on:
+    eight threads, each the fourth behind the one before, have a column of both rows side by side.
+    """
+    rows, rX = [fragment(Float32, CHUNK) for _ in range(2)], fragment(Float32, 2)
+    for i in range(CHUNK):
+        load(rX, first + i * (WARP // 8 * TOGETHER * Float32.width // 8))
+        for j in range(2):
+            rows[j][i] = rX[j]
+    return rows
 
 
 @cute.jit
