@@ -183,8 +183,8 @@ class Run:
         names = [entry.partition("(")[0] for entry in self.entries]
         self.tall = any("TallOnePass" in name for name in names)
         self.is_wide = any("WideHeads" in name for name in names)
-        self.by_tile = any("ByTile" in name for name in names)
-        of_two = self.tall or self.is_wide or self.by_tile
+        self.is_long = any("LongSequences" in name for name in names)
+        of_two = self.tall or self.is_wide or self.is_long
         self.shares = 2 if of_two or any("InParts" in name for name in names) else 1
         tables = {n: np.full(a.shape, np.nan, np.float32) for n, a in scratch.items() if n.startswith("ranges")}
         self.memory = [*captured.values(), *tables.values(), *offsets]
@@ -442,11 +442,11 @@ def test_gradients_of_soft_caps(number: int, tmp_path: Path) -> None:
 @pytest.mark.slow
 @products.emulated
 @pytest.mark.parametrize("causal", [False, True])
-def test_gradients_by_tile(causal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_of_long_sequences(causal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of drawn lengths, which would be too short."""
     print("seed", SEED)
     s, t = np.random.default_rng((SEED, causal)).integers(90, 260, 2).tolist()
-    monkeypatch.setattr(configs, "_is_by_tile", lambda own, problem: True)
+    monkeypatch.setattr(configs, "_is_long", lambda own, problem: True)
     call = Call(1, s, t, 2, 1, 128, 128, "bfloat16", {"causal": causal}, False, False)
     _check_one_pass(call, NO_FUNCTIONS, tmp_path)
 
@@ -459,15 +459,14 @@ def test_gradients_by_tile(causal: bool, tmp_path: Path, monkeypatch: pytest.Mon
         (32768, {"softcap": 9.0}, 0), (32768, {"deterministic": True}, 0), (32768, {"causal": True}, 80),
     ],
 )  # fmt: skip
-def test_where_gradients_are_by_tile(queries: int, attrs: dict[str, Any], tile: int) -> None:
+def test_which_sequences_are_long(queries: int, attrs: dict[str, Any], tile: int) -> None:
     """Long sequences, and of heads of 128 alone, with sums of whole tiles."""
     for d in (128, 112, 192):
         x = Array((2, queries, 4, d), "bfloat16")
         given = {"q": x, "k": x, "v": x, "out": x, "lse": Array((2, 4, queries), "float32"), "dout": x}
         found = plan(bind(attention_bwd, given, attrs), {}, parse("sm_90a:132"))
         chosen = AttentionBackwardConfig.of(found.variant.config)
-        by_tile = bool(tile) and d == 128
-        assert (chosen.key_stages == 0, chosen.tile_q) == (by_tile, tile if by_tile else 64)
+        assert chosen.tile_q == (tile if tile and d == 128 else 64)
         whole = 80 if chosen.tile_q == 80 else 128
         assert found.workspaces["sums"].shape == (2, 4, -(-queries // whole) * whole, d)
 
@@ -524,7 +523,8 @@ def _check_one_pass(call: Call, functions: Functions, folder: Path) -> None:
     parts = np.full((2 * count * call.batch, call.g, -(-call.t // block) * block, call.d), np.nan, np.float32)
     turns = np.zeros((*logs.shape[:2], logs.shape[2] // tile), np.int32) if call.attrs.get("deterministic") else None
     columns = {1: call.d if run.tall else columns_of_keys(call)}
-    name = "OnePass" if run.tall else "WideHeads" if run.is_wide else "ByTile" if run.by_tile else one_pass_of(call)
+    kinds = {"OnePass": run.tall, "WideHeads": run.is_wide, "LongSequences": run.is_long}
+    name = next((name for name, is_it in kinds.items() if is_it), one_pass_of(call))
     run(name, 6, moved, [], [], ctas * count, of_rows, sums, columns, parts, turns)
     if turns is not None and "left" not in call.attrs and not functions.mask:
         # The first block of keys was the last one to add, but to tiles of queries before all keys.

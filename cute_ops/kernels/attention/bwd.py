@@ -10,10 +10,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
-from cute_ops.kernels.attention.bwd_by_tile_sm90 import ByTileBackward
 from cute_ops.kernels.attention.bwd_in_parts_sm90 import OnePassInParts
 from cute_ops.kernels.attention.bwd_keys_sm90 import KeysBackward
 from cute_ops.kernels.attention.bwd_long_heads_sm90 import LongHeadsBackward
+from cute_ops.kernels.attention.bwd_long_sequences_sm90 import LongSequencesBackward
 from cute_ops.kernels.attention.bwd_one_pass_sm80 import OnePassBackwardSm80
 from cute_ops.kernels.attention.bwd_one_pass_sm90 import OnePassBackward
 from cute_ops.kernels.attention.bwd_queries_sm90 import QueriesBackward
@@ -21,7 +21,7 @@ from cute_ops.kernels.attention.bwd_short_heads_sm90 import ShortHeadsBackward
 from cute_ops.kernels.attention.bwd_sm80 import KeysBackwardSm80, QueriesBackwardSm80
 from cute_ops.kernels.attention.bwd_tall_sm90 import TallOnePass
 from cute_ops.kernels.attention.bwd_wide_heads_sm90 import WideHeadsBackward
-from cute_ops.kernels.attention.config import AttentionBackwardConfig
+from cute_ops.kernels.attention.config import LONG_TILE, AttentionBackwardConfig
 from cute_ops.kernels.attention.mods import Mods, by_index
 from cute_ops.kernels.attention.ranges import Ranges
 from cute_ops.kernels.attention.softmax import exp2
@@ -195,7 +195,7 @@ def one_pass_of(config, longest, mods, in_turns):
         return TallOnePass if config.tile_q > MMA_M else OnePassBackward if in_turns else ShortHeadsBackward
     if longest > LONGEST:
         return WideHeadsBackward
-    if not config.key_stages:
-        return ByTileBackward
+    if config.tile_q == LONG_TILE:
+        return LongSequencesBackward
     in_parts = (not config.score or mods.cap is not None) and (mods.mask is None or mods.is_interval)  # as measured
     return OnePassInParts if in_parts else OnePassBackward

@@ -13,6 +13,7 @@ MMA_ROWS, PADDING = 16, 8  # rows of an MMA of a warp, and elements between rows
 # for two tiles of queries, or for those of two CTAs.
 RESIDENT, LONGEST_OF_TWO = 2, 128
 BACKWARD_BLOCK = 128  # queries, or keys, of a CTA of warpgroups that computes gradients
+LONG_TILE = 80  # queries of a tile of the kernel of long sequences' gradients, which no other kernel has
 # Of latents by warpgroups: blocks in shared memory, and parts of a block that arrive one after another.
 LATENT_STAGES, LATENT_PARTS = 2, 3
 

@@ -1,4 +1,4 @@
-"""All gradients of attention from scores that are computed once, a tile of queries after the other, on Hopper."""
+"""All gradients of attention from scores that are computed once, of long sequences, on Hopper."""
 
 import cutlass
 import cutlass.cute as cute
@@ -16,7 +16,7 @@ from cute_ops.kernels.attention.tiles import Moved, Tile, address_of, transposed
 from cute_ops.kernels.tensor_core.sizes import MMA_M, WARP, WARPGROUP
 
 
-class ByTileBackward(OneTileAtATime):
+class LongSequencesBackward(OneTileAtATime):
     """What :class:`OnePassBackward` computes, of long sequences and heads of 128 without changes of scores.
 
     Tile: 80 queries, of which a warpgroup has 64 columns of dq, transposed.
