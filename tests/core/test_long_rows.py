@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,8 +12,10 @@ import pytest
 
 from cute_ops import Array, Op
 from cute_ops.autotune.dispatch import STATIC_LIMIT, choose, limit_static
-from cute_ops.declaration.binding import bind
+from cute_ops.declaration.binding import Binding, bind
+from cute_ops.jit.plan import plan
 from cute_ops.jit.target import parse
+from cute_ops.kernels.norm.config import NormConfig
 from cute_ops.ops import MODELS, OPS
 from cute_ops.testing import kernel_calls
 
@@ -21,8 +25,8 @@ BY_NAME = {op.name: op for op in (*OPS, *MODELS, *kernel_calls.ALL)}
 LONG = {"layernorm": (33_000, 120_000), "rmsnorm": (102_401, 200_000), "silu_mul_fp8": (16_385, 65_000)}
 
 
-def chosen(name: str, rows: int, n: int, wide: str = "float32", sms: int = 132) -> Any:
-    """The config of a call with weights of a dtype, on so many SMs."""
+def bound(name: str, rows: int, n: int, wide: str) -> Binding:
+    """A call with weights of a dtype."""
     op = BY_NAME[name]
     dtypes = {"T": "bfloat16", "W": wide, "B": wide, "R": "bfloat16"}
     absent, sizes = {"bias"} if name.startswith("rmsnorm") else {"lse_partial"}, op.example((rows,), n)
@@ -30,7 +34,12 @@ def chosen(name: str, rows: int, n: int, wide: str = "float32", sms: int = 132) 
         key: None if key in absent else Array(t.of(sizes), dtypes.get(t.dtype, op.dtype_near(t, "bfloat16")))
         for key, t in op.inputs.items()
     }
-    return choose(bind(op, arrays), {}, parse(f"sm_90a:{sms}")).variant.config
+    return bind(op, arrays)
+
+
+def chosen(name: str, rows: int, n: int, wide: str = "float32", sms: int = 132) -> Any:
+    """The config of a call with weights of a dtype, on so many SMs."""
+    return choose(bound(name, rows, n, wide), {}, parse(f"sm_90a:{sms}")).variant.config
 
 
 @pytest.mark.parametrize(
@@ -81,6 +90,31 @@ def test_rows_that_are_read_from_a_line_are_not_sorted_on_any_gpu(name: str, sms
         config = chosen(name, 3000, n, "bfloat16", sms)
         assert config["form"] == "persistent"
         assert not (config.get("lines") and config.get("sort_period"))
+
+
+@pytest.mark.parametrize("name", ["rmsnorm_bwd", "layernorm_bwd"])
+def test_whole_vectors_that_are_read_from_a_line_cannot_be_sorted(name: str) -> None:
+    """Rows off a vector can be: what is outside of a row is hidden element by element."""
+    print("seed", SEED)
+    n = int(np.random.default_rng(SEED).integers(270, 380)) * 64 + 8
+    limit_static(STATIC_LIMIT)
+    for columns in (n, n + 1):
+        call = bound(name, 3000, columns, "bfloat16")
+        variant = choose(call, {}, parse("sm_90a:114")).variant
+        lines = replace(NormConfig.of(variant.config), lines=True, align_vectors=8, sort_period=0)
+        assert built(call, lines) and built(call, replace(lines, lines=False, sort_period=64))
+        if columns == n:
+            with pytest.raises(ValueError, match=rf"{name}: rows of {n} .*takes sort_period=0, got 64"):
+                built(call, replace(lines, sort_period=64))
+        else:
+            assert built(call, replace(lines, sort_period=64))
+
+
+def built(call: Binding, config: NormConfig) -> Any:
+    """The kernel of a call with a config."""
+    variant = plan(call, {}, parse("sm_90a:114"), config=config.flat()).variant
+    module, _, name = variant.kernel.partition(":")
+    return getattr(importlib.import_module(module), name)(variant)
 
 
 def test_gradients_of_rows_on_a_vector_by_clusters_of_another_gpu() -> None:

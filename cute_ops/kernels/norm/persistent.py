@@ -90,6 +90,10 @@ class RowWalk:
         )
         self.ring = RowRing(self.tile, present(variant, inputs), config.stages)
         self.sort_period = config.sort_period
+        if self.sort_period and self.tile.v.shifted and not self.tile.v.masked:
+            # Slots keep vectors behind a row's end, which no mask hides: those of a row that starts elsewhere.
+            rows = f"rows of {self.n} elements, whole vectors that are read from the start of a line"
+            raise ValueError(f"{variant.op}: {rows}, are not sorted: lines takes sort_period=0, got {self.sort_period}")
         self.skewed = self.tile.cluster > 1 and self.ring.stages > 2
         stages = 4 if self.skewed else 2
         narrow = ITEMSIZE[variant.tensors[inputs[0]].dtype] == 2
