@@ -289,25 +289,21 @@ class CausalConv1dFirstBackward(Windows):
         s, channels = Int32(tensors["x"].shape[-1]), Int64(tensors["weight"].shape[0])
         smem, warps = cutlass.utils.SmemAllocator(), self.threads // WARP
         sSum = smem.allocate_tensor(Float32, cute.make_layout((self.width + 1, warps)), byte_alignment=16)
-        batch = row // channels
-        channel = Int32(row - batch * channels)
-        wait_for_previous(self.pdl)
-        let_next_start(self.pdl)
-        bases = {name: self.row(tensors, name, batch, channel) for name in self.rows}
-        rSums, rLater = fragment(Float32, self.width + 1, 0.0), fragment(Float32, self.vec, 0.0)
+        (batch, channel), bases, kept = self._begin(tensors, row, channels)
         shift = self.shift(tensors["x"], bases["x"])
         lane, chunks = tidx % WARP, (self.count(s, shift) + (WARP - 1)) // WARP
         begin, end = (cutlass.min((tidx // WARP + i) * ((chunks + (warps - 1)) // warps), chunks) for i in range(2))
         last = Int32(cutlass.select_(end < chunks, end, end - 1))
         for i in range(self.config.ahead):
             self._prefetch(tensors, bases, (last - i, begin), (s, shift))
-        weights, bias = self.parameters(tensors, channel)
+        parameters = self.parameters(tensors, channel)
         for i in cutlass.range(last - begin + 1, unroll=1):
             chunk = last - i
             first = (chunk * WARP + lane) * self.vec - shift
             if const_expr(self.config.ahead > 0):
                 self._prefetch(tensors, bases, (chunk - self.config.ahead, begin), (s, shift))
-            self._vector(tensors, bases, (batch, first, s), (weights, bias), (rSums, rLater), chunk < end)
+            self._vector(tensors, bases, (batch, first, s), parameters, kept, chunk < end)
+        rSums, _ = kept
         for k in cutlass.range_constexpr(self.width + 1):
             total = cute.arch.warp_reduction(rSums[k], operator.add)
             if lane == 0:
@@ -329,21 +325,31 @@ class CausalConv1dFirstBackward(Windows):
         s, channels = Int32(tensors["x"].shape[-1]), Int64(tensors["weight"].shape[0])
         place = Int64(cute.arch.block_idx()[0]) * (self.threads // self.lanes) + tidx // self.lanes
         row, valid, lane = cutlass.min(place, rows - 1), place < rows, tidx % self.lanes
+        (batch, channel), bases, kept = self._begin(tensors, row, channels)
+        shift, chunks = self.shift(tensors["x"], bases["x"]), (self.count(s) + (self.lanes - 1)) // self.lanes
+        parameters = self.parameters(tensors, channel)
+        for i in cutlass.range(chunks, unroll=1):
+            first = ((chunks - 1 - i) * self.lanes + lane) * self.vec - shift
+            self._vector(tensors, bases, (batch, first, s), parameters, kept, valid)
+        rSums, _ = kept
+        for k in cutlass.range_constexpr(self.width + 1):
+            total = cute.arch.warp_reduction(rSums[k], operator.add, threads_in_group=self.lanes)
+            if (lane == 0) & valid:
+                self._store_sum(tensors, row, Int32(k), total)
+
+    def _begin(self, tensors, row, channels):
+        """Wait for the kernel before.
+
+        Returns:
+            A row's sequence and channel; the addresses of its tensors; a thread's sums, and the slopes behind its
+            vector, 0 at first.
+        """
         batch = row // channels
         channel = Int32(row - batch * channels)
         wait_for_previous(self.pdl)
         let_next_start(self.pdl)
         bases = {name: self.row(tensors, name, batch, channel) for name in self.rows}
-        rSums, rLater = fragment(Float32, self.width + 1, 0.0), fragment(Float32, self.vec, 0.0)
-        shift, chunks = self.shift(tensors["x"], bases["x"]), (self.count(s) + (self.lanes - 1)) // self.lanes
-        parameters = self.parameters(tensors, channel)
-        for i in cutlass.range(chunks, unroll=1):
-            first = ((chunks - 1 - i) * self.lanes + lane) * self.vec - shift
-            self._vector(tensors, bases, (batch, first, s), parameters, (rSums, rLater), valid)
-        for k in cutlass.range_constexpr(self.width + 1):
-            total = cute.arch.warp_reduction(rSums[k], operator.add, threads_in_group=self.lanes)
-            if (lane == 0) & valid:
-                self._store_sum(tensors, row, Int32(k), total)
+        return (batch, channel), bases, (fragment(Float32, self.width + 1, 0.0), fragment(Float32, self.vec, 0.0))
 
     def _prefetch(self, tensors, bases, chunks, row):
         """Bring a chunk of the warp's part, if there is one, to L2."""
