@@ -13,7 +13,7 @@ import operator
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32
 
 from cute_ops.hardware import WARP
 from cute_ops.kernels.lib.activation import LOG2_E
@@ -42,23 +42,50 @@ def exponentials(x, m):
 
 
 class RowLogSum(RowSum):
-    """Exchanges the values of a :class:`LogSum` over the threads of each row of a tile."""
+    """Exchanges the values of a :class:`LogSum` over the threads of each row of a tile. A subclass may exchange several
+    states at once (``_states``), and have sums that become relative to a larger maximum in another way (``_moved``).
+    """
 
     def __init__(self, tile, values, stages):
         super().__init__(tile, values, stages)
         self.halved = False
+
+    def _states(self, values):
+        """The states among a thread's values: each a maximum and sums."""
+        return [values]
+
+    def _moved(self, state, top):
+        """A state, made relative to an equal or larger maximum."""
+        return moved(state, top)
 
     def warp_sums(self, values):
         return self._reduce(values, min(self.tile.threads_per_row, WARP))
 
     def _reduce(self, values, group):
         """Across the lanes of a group."""
-        top = cute.arch.warp_reduction(values[0], cute.arch.fmax, threads_in_group=group)
-        _, *sums = moved(values, top)
-        return (top, *(cute.arch.warp_reduction(v, operator.add, threads_in_group=group) for v in sums))
+        found = []
+        for state in self._states(values):
+            top = cute.arch.warp_reduction(state[0], cute.arch.fmax, threads_in_group=group)
+            _, *sums = self._moved(state, top)
+            found += [top, *(cute.arch.warp_reduction(v, operator.add, threads_in_group=group) for v in sums)]
+        return tuple(found)
 
     def _combine(self, sSum, stage, lane, row):
-        if const_expr(self.partials <= 8):
+        found = []
+        for states in zip(*map(self._states, self._partials(sSum, stage, lane, row))):
+            top = states[0][0]
+            for state in states[1:]:
+                top = cute.arch.fmax(top, state[0])
+            sums = [Float32(0.0) for _ in states[0][1:]]
+            for state in states:
+                _, *partials = self._moved(state, top)
+                sums = [total + partial for total, partial in zip(sums, partials)]
+            found += [top, *sums]
+        return tuple(found) if self.partials <= 8 else self._reduce(tuple(found), WARP)
+
+    def _partials(self, sSum, stage, lane, row):
+        """The values of each partial sum, or those of each 32nd one, from the lane's on."""
+        if self.partials <= 8:
             places = [Int32(p) for p in range(self.partials)]
             insides = [True] * self.partials
         else:
@@ -67,7 +94,7 @@ class RowLogSum(RowSum):
             insides = [True if p + WARP <= count else p + lane < count for p in starts]
         found = []
         for place, inside in zip(places, insides):
-            if const_expr(inside is True):
+            if inside is True:
                 found.append([sSum[i, place, row, stage] for i in range(self.values)])
             else:
                 safe = cutlass.select_(inside, place, Int32(0))
@@ -75,15 +102,7 @@ class RowLogSum(RowSum):
                 found.append(
                     [cutlass.select_(inside, sSum[i, safe, row, stage], empty[i]) for i in range(self.values)]
                 )  # fmt: skip
-        top = found[0][0]
-        for values in found[1:]:
-            top = cute.arch.fmax(top, values[0])
-        sums = [Float32(0.0) for _ in range(self.values - 1)]
-        for values in found:
-            _, *partials = moved(values, top)
-            sums = [total + partial for total, partial in zip(sums, partials)]
-        combined = (top, *sums)
-        return combined if const_expr(self.partials <= 8) else self._reduce(combined, WARP)
+        return found
 
 
 class LogSum:

@@ -1,7 +1,6 @@
 """The kernel of divergences: see :mod:`cute_ops.ops.reduction.divergence` for the maths."""
 
 import math
-import operator
 
 import cutlass
 import cutlass.cute as cute
@@ -15,7 +14,7 @@ from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previ
 from cute_ops.kernels.lib.row_copy import RowAccess, store_number
 from cute_ops.kernels.lib.row_layout import SMEM_PERCENT, RowTile, Vectors, clusters, row_count
 from cute_ops.kernels.lib.row_reduce import RowSum
-from cute_ops.kernels.lib.row_reduce_lse import origin
+from cute_ops.kernels.lib.row_reduce_lse import RowLogSum, origin
 from cute_ops.kernels.rows.config import FusedRowConfig
 from cute_ops.kernels.rows.select import fused
 
@@ -197,50 +196,29 @@ class Divergence:
                 store_number(x, mX, self.variant.tensors[name], row)
 
 
-class LogSums(RowSum):
+class LogSums(RowLogSum):
     """Combines pairs over the threads of a row: a largest number, and a sum of powers of 2 relative to it."""
 
-    def __init__(self, tile, values, stages):
-        super().__init__(tile, values, stages)
-        self.halved = False
+    def _states(self, values):
+        return [values[i : i + 2] for i in range(0, self.values, 2)]
 
-    def warp_sums(self, values):
-        return self._reduce(values, min(self.tile.threads_per_row, WARP))
+    def _moved(self, state, top):
+        largest, total = state
+        return top, total * cute.math.exp2(largest - origin(top), fastmath=True)
 
-    def _reduce(self, values, lanes):
-        """Across the lanes of a group."""
+    def _partials(self, sSum, stage, lane, row):
+        if self.partials <= 8:
+            return super()._partials(sSum, stage, lane, row)
         found = []
-        for i in range(0, self.values, 2):
-            top = cute.arch.warp_reduction(values[i], cute.arch.fmax, threads_in_group=lanes)
-            total = relative(values[i], values[i + 1], top)
-            found += [top, cute.arch.warp_reduction(total, operator.add, threads_in_group=lanes)]
-        return tuple(found)
-
-    def _combine(self, sSum, stage, lane, row):
-        few = self.partials <= 8
-        places = range(self.partials) if few else range(0, self.partials, WARP)
-        pairs = []
-        for p in places:
-            place, inside = (Int32(p), True) if few else (p + lane, p + WARP <= self.partials)
-            if not few and not inside:
-                place = cutlass.min(place, self.partials - 1)
+        for p in range(0, self.partials, WARP):
+            whole = p + WARP <= self.partials  # else lanes past the last pair read it again
+            place = p + lane if whole else cutlass.min(p + lane, self.partials - 1)
             values = [sSum[i, place, row, stage] for i in range(self.values)]
-            if not few and not inside:
-                here = p + lane < self.partials
-                values = [
-                    cutlass.select_(here, value, Float32(0.0 if i % 2 else -math.inf)) for i, value in enumerate(values)
-                ]
-            pairs.append(values)
-        found = []
-        for i in range(0, self.values, 2):
-            top = pairs[0][i]
-            for values in pairs[1:]:
-                top = cute.arch.fmax(top, values[i])
-            total = Float32(0.0)
-            for values in pairs:
-                total = total + relative(values[i], values[i + 1], top)
-            found += [top, total]
-        return tuple(found) if few else self._reduce(tuple(found), WARP)
+            if not whole:
+                inside, empty = p + lane < self.partials, [Float32(-math.inf), Float32(0.0)] * (self.values // 2)
+                values = [cutlass.select_(inside, x, none) for x, none in zip(values, empty)]
+            found.append(values)
+        return found
 
 
 class FirstSum(RowSum):
@@ -284,11 +262,6 @@ class FirstSum(RowSum):
         elif cute.arch.block_idx_in_cluster() == 0:
             totals = self.wait(values, shared, step)
         return totals
-
-
-def relative(top, total, largest):
-    """A sum of powers relative to its own largest exponent, made relative to an equal or larger one."""
-    return total * cute.math.exp2(top - origin(largest), fastmath=True)
 
 
 def paired(rX):
