@@ -102,8 +102,33 @@ def attention_times(folder: Path) -> str:
 
 ATTENTION = ("ours", "cuDNN", "FlashAttention 4", "FlexAttention")
 
-# What stands between the two comments of a page.
-PAGES: dict[Path, Callable[[Path], str]] = {
-    ROOT / "docs/pytorch.md": host_times, ROOT / "docs/fused.md": gelu_add, ROOT / "docs/own_kernel.md": softcap,
-    ROOT / "docs/products.md": product_speeds, ROOT / "docs/attention.md": attention_times,
+
+def cache_rates(folder: Path) -> str:
+    """GB/s of few queries a sequence, by shape and page size; of several rows the last counts."""
+    rows = [r for r in read(folder / "decode.csv") if r["status"] == "ok" and int(r["queries"]) <= FEW]
+    found: dict[tuple[str, str], dict[str, str]] = {}
+    for r in rows:
+        if r["headdim"] != LATENT:
+            several = f", {r['queries']} queries" if r["queries"] != "1" else ""
+            label = f"{r['batch']} x {r['keys']}, {r['heads']} and {r['kv_heads']}, {r['headdim']}{several}"
+            page = "none" if r["page"] == "0" else r["page"]
+            found.setdefault((label, page), {})[r["contender"]] = r["gbps"]
+    lines = ((*key, *(rates.get(name, "") for name in CACHES)) for key, rates in found.items())
+    return markdown(("sequences x keys, heads of q and kv, headdim", "page", *CACHES.values()), lines)
+
+
+CACHES = {
+    "ours": "ours", "ours, float8": "float8 caches", "ours, batch-invariant": "batch-invariant", "SDPA": "SDPA",
+    "copy": "copy",
 }  # fmt: skip
+FEW, LATENT = 16, "576"  # what decode_attention takes, and the head dim of mla_decode
+
+# Of each page, what stands between two comments, and their name where it is not "figures".
+PAGES: tuple[tuple[Path, Callable[[Path], str], str], ...] = (
+    (ROOT / "docs/pytorch.md", host_times, "figures"),
+    (ROOT / "docs/fused.md", gelu_add, "figures"),
+    (ROOT / "docs/own_kernel.md", softcap, "figures"),
+    (ROOT / "docs/products.md", product_speeds, "figures"),
+    (ROOT / "docs/attention.md", attention_times, "figures"),
+    (ROOT / "docs/attention.md", cache_rates, "caches"),
+)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import ast
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 import in_pages
@@ -21,11 +21,10 @@ import pictures
 import several_gpus
 from common import ROOT, markdown, read
 from pictures import Row, ours, unique
-from summary import BEHIND, OURS, OURS_JAX, TITLES, XLA, Point, behind, given, mean, overview, points
+from summary import BEHIND, OURS, OURS_JAX, TITLES, XLA, behind, given, mean, overview, points
 from tables import TABLES
 
 BEGIN, END = "<!-- figures: begin (made by benchmarks/plot.py) -->", "<!-- figures: end -->"
-HEADLINE = tuple(mark.replace("figures:", "headline:") for mark in (BEGIN, END))
 PICTURES = {
     "llama_step": "Tokens per second of a training step by library",
     "model_steps": "Speed of training steps over torch.compile by model",
@@ -61,7 +60,7 @@ def about(name: str) -> str:
     return " ".join(text.partition("\n\n")[0].split()).replace("``", "`")
 
 
-def dates(rows: Sequence[Row]) -> str:
+def dates(rows: Iterable[Row]) -> str:
     """From the first day to the last one."""
     days = sorted({row["date"] for row in rows})
     return " to ".join(dict.fromkeys((days[0], days[-1])))
@@ -83,65 +82,71 @@ def page(folder: Path) -> str:
 
 
 def figures(folder: Path) -> str:
-    """A short table for the README: of every file that is there, what it comes to."""
-    found = points(read(folder / "device_time.csv"))
-    lines = [
-        *device_lines(found),
-        *drawn_lines(folder),
-        *step_lines(folder),
-        *attention_lines(folder),
-        *head_lines(folder),
-        *host_lines(folder),
-        *startup_lines(folder),
-    ]
-    return markdown(("what", "figure"), lines)
+    """A short table for the README: of every file that is there, what it comes to, and when it was measured."""
+    parts = (device_lines, drawn_lines, step_lines, attention_lines, head_lines, host_lines, startup_lines)
+    return markdown(("what", "figure", "measured"), [line for part in parts for line in part(folder)])
 
 
-Lines = list[tuple[str, str]]
+Lines = list[tuple[str, str, str]]
 
 
-def device_lines(found: Sequence[Point]) -> Lines:
+def device_lines(folder: Path) -> Lines:
+    rows = read(folder / "device_time.csv")
+    found, when = points(rows), dates(rows)
     ours = [p for p in found if OURS in p.us]
     lines = []
     for direction, title in TITLES.items():
         of = [p for p in ours if p.direction == direction]
         shares = [p.share[OURS] for p in of if p.large]
         what = f"ops bound by memory, {title}: {len(shares)} points of 128 MB and more"
-        lines.append((what, f"{mean(shares)} of a copy's GB/s"))
+        lines.append((what, f"{mean(shares)} of a copy's GB/s", when))
     ratios = {d: mean(given(p.ahead_of_best() for p in ours if p.direction == d)) for d in TITLES}
     best = f"{ratios['fwd']} x forward, {ratios['bwd']} x backward"
-    lines.append(("their speed over the fastest of PyTorch, torch.compile, quack, Liger and XLA at each point", best))
-    lines.append(("points of this grid more than 3% behind the fastest", f"{len(behind(ours))} of {len(ours)}"))
-    lines.append(("the same ops in JAX: speed over XLA", f"{mean(given(p.ahead(XLA, OURS_JAX) for p in found))} x"))
-    return lines
+    others = "their speed over the fastest of PyTorch, torch.compile, quack, Liger and XLA at each point"
+    lines.append((others, best, when))
+    lines.append(("points of this grid more than 3% behind the fastest", f"{len(behind(ours))} of {len(ours)}", when))
+    in_jax = f"{mean(given(p.ahead(XLA, OURS_JAX) for p in found))} x"
+    return [*lines, ("the same ops in JAX: speed over XLA", in_jax, when)]
 
 
 def drawn_lines(folder: Path) -> Lines:
     """What the points of sample.csv come to, which nobody picked."""
     path = folder / "sample.csv"
-    kinds = pictures.drawn_speeds(read(path)) if path.exists() else {}
+    rows = read(path) if path.exists() else []
     texts = []
-    for kind, speeds in kinds.items():
+    for kind, speeds in pictures.drawn_speeds(rows).items():
         late = sum(speed < 1 - BEHIND for speed in speeds)
         texts.append(f"{kind} {mean(speeds)} x, {late} of {len(speeds)} more than {BEHIND:.0%} behind")
-    return [("sizes drawn by a seed: speed over the fastest other at each point", "; ".join(texts))] if texts else []
+    what = "sizes drawn by a seed: speed over the fastest other at each point"
+    return [(what, "; ".join(texts), dates(rows))] if texts else []
 
 
 def attention_lines(folder: Path) -> Lines:
-    """Speed over the fastest other contender of the same shape."""
+    """Speed over the fastest other contender of the same shape; forms for which few have a kernel are a line apart."""
     path = folder / "attention.csv"
-    tflops: dict[tuple[str, str], dict[str, float]] = {}
-    for r in read(path) if path.exists() else ():
-        if r["status"] == "ok":
-            tflops.setdefault((r["direction"], pictures.attended(r)), {})[r["contender"]] = float(r["tflops"])
-    ratios: dict[str, list[float]] = {}
-    for (direction, _), of in tflops.items():
-        others = [value for name, value in of.items() if name != "ours"]
-        if "ours" in of and others:
-            ratios.setdefault(direction, []).append(of["ours"] / max(others))
-    texts = [f"{mean(ratios[d])} x {d} ({len(ratios[d])} shapes)" for d in TITLES.values() if d in ratios]
-    what = "attention: speed over the fastest of cuDNN, FlashAttention and FlexAttention"
-    return [(what, ", ".join(texts))] if texts else []
+    rows = [r for r in read(path) if r["status"] == "ok"] if path.exists() else []
+    plain = [r for r in rows if r["form"] in PLAIN]
+    more = "windows, documents, functions and soft caps"
+    kinds = {" and ".join(PLAIN): plain, more: [r for r in rows if r["form"] not in PLAIN]}
+    lines = []
+    for kind, of in kinds.items():
+        if texts := [text for direction in TITLES.values() if (text := attention_speed(of, direction))]:
+            what = f"attention, {kind}: speed over the fastest of cuDNN, FlashAttention and FlexAttention"
+            lines.append((what, ", ".join(texts), dates(of)))
+    return lines
+
+
+def attention_speed(rows: Iterable[Row], direction: str) -> str:
+    """The mean over the shapes of a direction that others ran, too; empty if there is none."""
+    tflops: dict[str, dict[str, float]] = {}
+    for r in rows:
+        if r["direction"] == direction:
+            tflops.setdefault(pictures.attended(r), {})[r["contender"]] = float(r["tflops"])
+    pairs = [(of.pop("ours"), max(of.values())) for of in tflops.values() if "ours" in of and len(of) > 1]
+    return f"{mean(ours / other for ours, other in pairs)} x {direction} ({len(pairs)} shapes)" if pairs else ""
+
+
+PLAIN = ("causal", "full")
 
 
 def step_lines(folder: Path) -> Lines:
@@ -151,20 +156,23 @@ def step_lines(folder: Path) -> Lines:
         mine, liger = steps["ours"], steps["Liger"]
         ratio = float(mine["tokens_per_s"]) / float(liger["tokens_per_s"])
         memory = f"{mine['peak_gb']} GB for {liger['peak_gb']}"
-        lines.append(("Llama-shaped training step in PyTorch", f"{ratio:.2f} x Liger's tokens/s, {memory}"))
-    models = pictures.model_speeds(read(path)) if (path := folder / "model_steps.csv").exists() else {}
+        what = "Llama-shaped training step in PyTorch"
+        lines.append((what, f"{ratio:.2f} x Liger's tokens/s, {memory}", dates(steps.values())))
+    rows = read(path) if (path := folder / "model_steps.csv").exists() else []
+    models = pictures.model_speeds(rows)
     others = [max([1.0, *(speed for name, speed in of.items() if not ours(name))]) for of in models.values()]
     best = [max(speed for name, speed in of.items() if ours(name)) for of in models.values()]
     if gains := [speed / other for speed, other in zip(best, others, strict=True)]:
         what = "the faster of patched and by the graph pass, over the fastest of eager, torch.compile and Liger"
         text = f"{min(gains):.2f} to {max(gains):.2f} x, {mean(gains)} x in the mean"
-        lines.append((f"training steps of {len(gains)} other models: {what}", text))
+        lines.append((f"training steps of {len(gains)} other models: {what}", text, dates(rows)))
     steps = by(folder / "optax_decoder.csv", "ops")
     if {"ours", "XLA"} <= steps.keys():
         mine, xla = steps["ours"], steps["XLA"]
         ratio = float(mine["tokens_per_s"]) / float(xla["tokens_per_s"])
         memory = f"{mine['temporaries_gb']} GB of temporaries for {xla['temporaries_gb']}"
-        lines.append(("decoder trained with optax in JAX", f"{ratio:.2f} x XLA's tokens/s, {memory}"))
+        what = "decoder trained with optax in JAX"
+        lines.append((what, f"{ratio:.2f} x XLA's tokens/s, {memory}", dates(steps.values())))
     return lines
 
 
@@ -174,19 +182,20 @@ def headline(folder: Path) -> str:
     ours, gpu = speed["ours"], read(folder / "llama_step.csv")[0]["gpu"]
     liger, compiled = (f"{ours / speed[name]:.2f} x" for name in ("Liger", "torch.compile"))
     best = f"at **{liger} the speed of Liger** and {compiled} that of `torch.compile`"
-    untouched = f"{speed['graph pass + compile'] / speed['Liger']:.2f} x Liger's untouched, by the graph pass"
-    return f"A Llama-shaped model trains {best} on one {gpu} ({untouched})."
+    untouched = f"at {speed['graph pass + compile'] / speed['Liger']:.2f} x Liger's"
+    return f"A Llama-shaped model trains {best} on one {gpu}; compiled with the graph pass, not patched, {untouched}."
 
 
 def head_lines(folder: Path) -> Lines:
-    """Time and memory at the first shape of the file, beside Liger's and PyTorch's."""
-    path, names = folder / "linear_cross_entropy.csv", ("ours (torch)", "Liger", "torch eager")
+    """Time and memory at the first shape of the file, with both dtypes of sums, beside Liger's and PyTorch's."""
+    path = folder / "linear_cross_entropy.csv"
+    names = ("ours (torch)", "ours, summed in bfloat16", "Liger", "torch eager")
     rows = [r for r in read(path) if r["status"] == "ok" and r["contender"] in names] if path.exists() else []
     if not rows:
         return []
     first = {r["contender"]: r for r in rows if shape_of_head(r) == shape_of_head(rows[0])}
     texts = (f"{name} {float(r['ms']):.1f} ms, {float(r['peak_mb']) / 1e3:.1f} GB" for name, r in first.items())
-    return [(f"loss of a linear head, {' x '.join(shape_of_head(rows[0]))}", "; ".join(texts))]
+    return [(f"loss of a linear head, {' x '.join(shape_of_head(rows[0]))}", "; ".join(texts), dates(first.values()))]
 
 
 def shape_of_head(row: Row) -> tuple[str, str, str]:
@@ -196,22 +205,28 @@ def shape_of_head(row: Row) -> tuple[str, str, str]:
 def host_lines(folder: Path) -> Lines:
     """With the names of host_time.csv: a call without and with gradients."""
     rows = read(folder / "host_time.csv") if (folder / "host_time.csv").exists() else []
-    us = {(r["call"], r["grad"]): r["us"] for r in rows if r["status"] == "ok"}
     ours, torchs = "cute_ops_torch.rmsnorm", "F.rms_norm"
+    rows = [r for r in rows if r["status"] == "ok" and r["call"] in (ours, torchs)]
+    us = {(r["call"], r["grad"]): r["us"] for r in rows}
     if not all((call, grad) in us for call in (ours, torchs) for grad in ("no", "yes")):
         return []
     text = ", ".join(
         f"{float(us[ours, g]):.1f} us{with_grad} (`F.rms_norm` {float(us[torchs, g]):.1f})"
         for g, with_grad in (("no", ""), ("yes", " with a gradient"))
     )
-    return [("host time of `cute_ops_torch.rmsnorm`", text)]
+    return [("host time of `cute_ops_torch.rmsnorm`", text, dates(rows))]
 
 
 def startup_lines(folder: Path) -> Lines:
     rows = read(folder / "startup.csv") if (folder / "startup.csv").exists() else []
-    wanted = [r for r in rows if (r["cache"], r["phase"], r["status"]) == ("warm", "all of ours", "ok")]
-    ms = {r["framework"]: f"{float(r['ms']):.0f} ms in {NAMES[r['framework']]}" for r in wanted}
-    return [("import and first call with a warm cache", ", ".join(ms.values()))] if ms else []
+    warm = [r for r in rows if (r["cache"], r["status"]) == ("warm", "ok")]
+    ms = {(r["framework"], r["phase"]): float(r["ms"]) for r in warm}
+    texts = [
+        f"{ms[each, 'all to first result']:.0f} ms in {name}, {ms[each, 'import tvm_ffi']:.0f} of them TVM-FFI's import"
+        for each, name in NAMES.items()
+        if (each, "all to first result") in ms
+    ]
+    return [("import and first call with a warm cache", "; ".join(texts), dates(warm))] if texts else []
 
 
 NAMES = {"torch": "PyTorch", "jax": "JAX"}
@@ -221,7 +236,12 @@ def by(path: Path, column: str) -> dict[str, Row]:
     return {r[column]: r for r in read(path)} if path.exists() else {}
 
 
-def put(body: str, path: Path, marks: tuple[str, ...] = (BEGIN, END)) -> str:
+def marks(name: str = "figures") -> tuple[str, str]:
+    """The two comments around what is made of this name."""
+    return BEGIN.replace("figures", name), END.replace("figures", name)
+
+
+def put(body: str, path: Path, marks: tuple[str, str] = (BEGIN, END)) -> str:
     """The text of a file with ``body`` between its two comments.
 
     Raises:
@@ -245,14 +265,14 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     for picture in pictures.draw_all(options.folder):
         print(f"wrote {picture}")
-    guides = in_pages.PAGES.items() if options.guides else ()
-    made = ((options.page, page), (options.readme, figures), (options.distributed, several_gpus.section), *guides)
-    for path, make in made:
+    made = ((options.page, page), (options.readme, figures), (options.distributed, several_gpus.section))
+    guides = in_pages.PAGES if options.guides else ()
+    for path, make, *names in (*made, *guides):
         if path:
-            path.write_text(put(make(options.folder), path))
+            path.write_text(put(make(options.folder), path, marks(*names)))
             print(f"wrote {path}")
-    if options.readme and HEADLINE[0] in options.readme.read_text():
-        options.readme.write_text(put(headline(options.folder), options.readme, HEADLINE))
+    if options.readme and marks("headline")[0] in options.readme.read_text():
+        options.readme.write_text(put(headline(options.folder), options.readme, marks("headline")))
 
 
 if __name__ == "__main__":

@@ -469,6 +469,29 @@ def test_pictures_and_tables(tmp_path: Path) -> None:
         assert line in text
 
 
+def test_figures_of_the_readme_say_what_they_are_of(tmp_path: Path) -> None:
+    header = "framework,cache,phase,status,ms,date\n"
+    starts = (
+        "warm,import tvm_ffi,ok,38,2026-01-02",
+        "warm,all to first result,ok,74,2026-01-02",
+        "cold,import tvm_ffi,ok,9,",
+    )
+    rows = "\n".join(f"torch,{start}" for start in starts)
+    (tmp_path / "startup.csv").write_text(header + rows)
+    said = "74 ms in PyTorch, 38 of them TVM-FFI's import"
+    assert plot.startup_lines(tmp_path) == [("import and first call with a warm cache", said, "2026-01-02")]
+    lines = ["contender,direction,batch,seqlen,heads,kv_heads,headdim,form,status,tflops,date"]
+    for name, form, tflops, day in (
+        ("ours", "causal", 300, 1), ("cuDNN", "causal", 200, 1), ("FlashAttention 4", "causal", 400, 2),
+        ("ours", "causal, softcap 30", 600, 3), ("FlexAttention", "causal, softcap 30", 200, 3), ("ours", "full", 9, 3),
+    ):  # fmt: skip
+        lines.append(f'{name},forward,1,2,3,4,5,"{form}",ok,{tflops},2026-01-0{day}')
+    (tmp_path / "attention.csv").write_text("\n".join(lines))
+    (_, plain, days), (more, capped, day) = plot.attention_lines(tmp_path)
+    assert (plain, days) == ("0.750 x forward (1 shapes)", "2026-01-01 to 2026-01-03")
+    assert "soft caps" in more and (capped, day) == ("3.000 x forward (1 shapes)", "2026-01-03")
+
+
 def luminance(color: str) -> float:
     """Of the Web Content Accessibility Guidelines, 0 to 1."""
     channels = (int(color[i : i + 2], 16) / 255 for i in (1, 3, 5))
@@ -701,23 +724,23 @@ def test_a_lock_of_the_sampler_is_shared_taken_again_and_given_back(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("file", "make", "marks"),
+    ("file", "make", "name"),
     [
-        ("benchmarks/results/README.md", plot.page, ()),
-        ("README.md", plot.figures, ()),
-        ("README.md", plot.headline, (plot.HEADLINE,)),
-        ("docs/distributed.md", several_gpus.section, ()),
-        *((path.relative_to(common.ROOT).as_posix(), make, ()) for path, make in in_pages.PAGES.items()),
+        ("benchmarks/results/README.md", plot.page, "figures"),
+        ("README.md", plot.figures, "figures"),
+        ("README.md", plot.headline, "headline"),
+        ("docs/distributed.md", several_gpus.section, "figures"),
+        *((path.relative_to(common.ROOT).as_posix(), make, name) for path, make, name in in_pages.PAGES),
     ],
 )
-def test_committed_tables_are_of_the_committed_figures(file: str, make: Callable[[Path], str], marks: Any) -> None:
+def test_committed_tables_are_of_the_committed_figures(file: str, make: Callable[[Path], str], name: str) -> None:
     path = common.ROOT / file
-    text = plot.put(make(common.ROOT / "benchmarks/results"), path, *marks)
+    text = plot.put(make(common.ROOT / "benchmarks/results"), path, plot.marks(name))
     pages = "--page benchmarks/results/README.md --readme README.md --distributed docs/distributed.md --guides"
     command = f"python benchmarks/plot.py benchmarks/results {pages}"
     assert path.read_text() == text, f"run {command}"
-    for name in re.findall(r"\[notes\]\(#(\w+)csv\)", text):
-        assert f"\n### {name}.csv\n" in text, f"{file} has no notes on {name}.csv"
+    for noted in re.findall(r"\[notes\]\(#(\w+)csv\)", text):
+        assert f"\n### {noted}.csv\n" in text, f"{file} has no notes on {noted}.csv"
 
 
 def row(op: str, direction: str, rows: int, us: dict[str, float | str], size: float = 256e6) -> list[dict[str, object]]:
