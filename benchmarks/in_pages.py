@@ -86,6 +86,23 @@ def _speed(times: Times) -> tuple[str, ...]:
     return str(len(ahead)), *(f"{each:.2f} x" for each in (mean, min(ahead), max(ahead)))
 
 
+def compile_times(folder: Path) -> str:
+    """What compiling with the graph pass takes of what it takes without, at models that one run has both of."""
+    rows = [r for r in read(folder / "model_steps.csv") if r["status"] == "ok" and r["warm_up_s"]]
+    seconds: Times = {}
+    for r in rows:
+        seconds.setdefault((r["model"], r["commit"]), {})[r["contender"]] = float(r["warm_up_s"])
+    both = {m: s[PASS] / s[COMPILED] for (m, _), s in seconds.items() if {PASS, COMPILED} <= s.keys()}
+    gpu, least, most = rows[0]["gpu"].split()[-1], min(both.values()), max(both.values())
+    return (
+        f"On the host of an {gpu}, compiling a training step with the pass took {least:.2f} to {most:.2f} of the time "
+        f"without it, kernels included ({', '.join(both)})."
+    )
+
+
+COMPILED, PASS = "torch.compile", "graph pass + compile"
+
+
 def attention_times(folder: Path) -> str:
     """Microseconds by listed shape and form, forward and with gradients; of several rows the last counts."""
     found: dict[tuple[str, str], dict[str, str]] = {}
@@ -129,6 +146,7 @@ PAGES: tuple[tuple[Path, Callable[[Path], str], str], ...] = (
     (ROOT / "docs/fused.md", gelu_add, "figures"),
     (ROOT / "docs/own_kernel.md", softcap, "figures"),
     (ROOT / "docs/products.md", product_speeds, "figures"),
+    (ROOT / "docs/compile.md", compile_times, "figures"),
     (ROOT / "docs/attention.md", attention_times, "figures"),
     (ROOT / "docs/attention.md", cache_rates, "caches"),
 )

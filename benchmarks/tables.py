@@ -91,7 +91,9 @@ def product_table(rows: list[Row]) -> str:
 
 
 def model_table(rows: list[Row]) -> str:
-    """Milliseconds and peak memory of a step by model and contender, and the fastest of ours over torch.compile."""
+    """Milliseconds and peak memory of a step by model and contender, and the fastest of ours over torch.compile. A star
+    stands at what is of another commit, so of another run, than the patched model.
+    """
     names, models = unique(r["contender"] for r in rows), unique(r["model"] for r in rows)
     ok = {(r["model"], r["contender"]): r for r in rows if r["status"] == "ok"}
     lines = []
@@ -99,8 +101,11 @@ def model_table(rows: list[Row]) -> str:
         of = {n: ok[model, n] for n in names if (model, n) in ok}
         ours = [float(r["ms"]) for n, r in of.items() if n.startswith(("ours", "graph pass"))]
         speed = f"{float(of[COMPILED]['ms']) / min(ours):.2f} x" if COMPILED in of and ours else ""
-        lines.append((model, *(f"{of[n]['ms']} ({of[n]['peak_gb']})" if n in of else "" for n in names), speed))
-    return markdown(["ms of a step (peak GB)", *names, "best of ours over torch.compile"], lines)
+        run = of["ours"]["commit"] if "ours" in of else ""
+        stars = {n: "*" if run not in ("", r["commit"]) else "" for n, r in of.items()}
+        cells = (f"{of[n]['ms']} ({of[n]['peak_gb']}){stars[n]}" if n in of else "" for n in names)
+        lines.append((model, *cells, speed))
+    return markdown(["ms of a step (peak GB); *: of another run", *names, "best of ours over torch.compile"], lines)
 
 
 def attention_table(rows: list[Row]) -> str:
