@@ -148,8 +148,8 @@ def attend(
         sinks,
         scale=(size**-0.5 if size % MULTIPLE else 0.0) if softmax_scale is None else softmax_scale,
         causal=causal,
-        left=window_size[0],
-        right=-1 if causal else window_size[1],
+        left=max(window_size[0], -1),  # any negative number is all keys there
+        right=-1 if causal else max(window_size[1], -1),
         softcap=max(softcap, 0.0),
         deterministic=deterministic,
         **where,
@@ -235,7 +235,7 @@ def flash_attn_with_kvcache(
         )  # fmt: skip
     else:
         out, lse = cute_ops_torch.decode_attention(
-            q, k_cache, v_cache, cache_seqlens, block_table, scale=softmax_scale or 0.0, window=left + 1,
+            q, k_cache, v_cache, cache_seqlens, block_table, scale=softmax_scale or 0.0, window=max(left, -1) + 1,
             softcap=max(softcap, 0.0), **_biased(alibi_slopes),
         )  # fmt: skip
     return (out, lse) if return_softmax_lse else out

@@ -83,6 +83,12 @@ SAID = {
     },
 }  # fmt: skip
 UNKNOWN, TAKES = "cute.rmsnorm: unknown argument", "it takes `x`, `weight`, `bias`, `eps`, `weight_offset`"
+
+
+def add(xp: Any, x: Any, y: Any) -> Any:
+    return x + y
+
+
 # Calls of an adapter's functions with an array of three dims. {array}: what it calls an array.
 WRONG: dict[Call, str] = {
     lambda ours, x: ours.rmsnorm(): "cute.rmsnorm: argument `x` is required, but was not given.",
@@ -129,6 +135,14 @@ WRONG: dict[Call, str] = {
     ),
     lambda ours, x: ours.linear(x, x[0], epilogue=max): (
         "cute.linear: argument `epilogue` must be a function written in Python, got the built-in max."
+    ),
+    lambda ours, x: ours.linear(x, x[0], x[0], epilogue=ours.fused(add)): (
+        "cute.linear: argument `epilogue` is add as `fused` decorates it, whose callers leave out `xp`: give the "
+        "function that `fused` was given."
+    ),
+    lambda ours, x: ours.linear(x, x[0], x[0, 0]): (
+        'cute.linear: operand 1 was given, but no epilogue that reads it. epilogue="bias" adds one number for each '
+        'column, "add" a residual, too.'
     ),
     lambda ours, x: ours.linear(
         x, x[0], packed=True

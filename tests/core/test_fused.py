@@ -421,7 +421,7 @@ def test_what_a_call_cannot_be_says_why(text: str) -> None:
 @pytest.mark.parametrize(
     ("function", "text"),
     [
-        (lambda xp, *operands: operands[0], r"<lambda> does not name its operands: .* `def lambda\(xp, x, y, \*,"),
+        (lambda xp, *operands: operands[0], r"<lambda> does not name its operands: .* `\*`: \(xp, x, y, \*, limit"),
         (lambda xp: 1.0, "does not name its operands"),
         (lambda xp, x, dx: x + dx, "operand `dx` has the name of an output or a gradient"),
     ],

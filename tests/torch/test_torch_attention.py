@@ -251,6 +251,8 @@ Q = (2, 5, 4, 32)
     [
         ((2, 5, 3, 32), {}, "argument `q` has g*r=4, expected a multiple of 3."),
         ((2, 5, 2, 32), {"causal": True, "right": 3}, "causal=True is right=0, got right=3, too."),
+        ((2, 5, 2, 32), {"left": -2}, "at least -1, which is all keys, got left=-2, right=-1."),
+        ((2, 5, 2, 32), {"left": 3, "right": -5}, "at least -1, which is all keys, got left=3, right=-5."),
         ((2, 5, 2, 32), {"softcap": -1.0}, "scale and softcap are not negative, got scale=0.0, softcap=-1.0."),
         ((2, 5, 2, 32), {"softcap": 1e-103}, "0 or from 2^-126 to 2^126, as float32 holds them, got scale=0.0, soft"),
         ((2, 5, 2, 48), {}, "has d=48, but d=32"),

@@ -38,6 +38,7 @@ def attended(
     (16, {"causal": True, "window_size": (2, 5), "softcap": 3.0, "deterministic": True},
      {"left": 2, "right": 0, "cap": 3.0}),
     (16, {"window_size": (1, 2), "softmax_scale": 0.3, "softcap": -1.0}, {"left": 1, "right": 2, "scale": 0.3}),
+    (16, {"window_size": (-2, -7)}, {}),
     (24, {"causal": True}, {"right": 0}),
     (16, {"alibi_slopes": drawn(4).abs()}, {"slopes": drawn(4).abs()}),
     (16, {"alibi_slopes": drawn(2, 4).abs(), "causal": True}, {"slopes": drawn(2, 4).abs(), "right": 0}),

@@ -556,7 +556,8 @@ def test_calls_that_are_refused() -> None:
     refused(NotImplementedError, reduced, x, weight.expand(2, 8, 16), epilogue=text)
     few = "cute.linear: the epilogue gelu_add reads `bias`, `residual` besides the product; 0 were given."
     refused(TypeError, few, x, weight, epilogue=gelu_add)
-    refused(TypeError, "cute.linear: operand 1 was given, but no epilogue that reads it.", x, weight, bias)
+    unread = 'cute.linear: operand 1 was given, but no epilogue that reads it. epilogue="bias" adds one number for each'
+    refused(TypeError, unread, x, weight, bias)
     refused(TypeError, "cute.linear: `slope` was given, but no epilogue that reads it.", x, weight, slope=2.0)
     mixed = "argument `weight` has dtype float32, but T=bfloat16 from `x`."
     with pytest.raises(TypeError, match=mixed):

@@ -221,6 +221,8 @@ def check_sizes(dims: Mapping[str, Any], attrs: Mapping[str, Any]) -> str | None
     for name in ("d", "e"):
         if not 16 <= dims[name] <= 256 or dims[name] % 16:
             return f"a head has 16, 32 ... 256 elements, got {name}={dims[name]}."
+    if min(attrs["left"], attrs["right"]) < -1:
+        return f"left and right are at least -1, which is all keys, got left={attrs['left']}, right={attrs['right']}."
     if attrs["causal"] and attrs["right"] >= 0:
         return f"causal=True is right=0, got right={attrs['right']}, too."
     return check_factors(attrs["scale"], attrs["softcap"])

@@ -122,7 +122,7 @@ class ByCall:
         if not own or any(p.kind not in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) for p in parameters):
             raise TypeError(
                 f"cute_ops.fused: {called} does not name its operands: write them after the namespace, and attributes "
-                f"after a `*`, `def {self.name}(xp, x, y, *, limit=1.0)`"
+                "after a `*`: (xp, x, y, *, limit=1.0)."
             )
         self.operands = tuple(p.name for p in own)
         taken = {"out", "dout", *(f"d{name}" for name in self.operands)}

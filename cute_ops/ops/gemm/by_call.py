@@ -305,7 +305,8 @@ def without_epilogue(
             raise TypeError(f"cute.linear: `{name}` was given, but no epilogue that reads halves.")
     if operands or attrs:
         given = ", ".join(f"`{name}`{meant(name, OPTIONS)}" for name in attrs) or f"operand {len(operands)}"
-        raise TypeError(f"cute.linear: {given} was given, but no epilogue that reads it.")
+        adds = "" if attrs else ' epilogue="bias" adds one number for each column, "add" a residual, too.'
+        raise TypeError(f"cute.linear: {given} was given, but no epilogue that reads it.{adds}")
 
 
 def check_options(epilogue: Epilogue | None, options: Mapping[str, Any], layer: type) -> None:
@@ -431,6 +432,9 @@ def _meant(epilogue: Any, caller: str) -> Epilogue:
             came = type(epilogue).__name__
             raise TypeError(f"cute.{caller}: argument `epilogue` must be a function, or a text, got {came}.")
         header_of(epilogue, f"cute.{caller}: argument `epilogue`")
+        if hasattr(epilogue, "by_call"):
+            problem = f"argument `epilogue` is {_name(epilogue)} as `fused` decorates it, whose callers leave out `xp`"
+            raise TypeError(f"cute.{caller}: {problem}: give the function that `fused` was given.")
         function: Epilogue = epilogue
         return function
     if epilogue.isidentifier() and epilogue not in EPILOGUES:
