@@ -10,6 +10,10 @@ from cute_ops import __version__ as __version__
 from cute_ops.garbage import without_collections
 
 with without_collections(stays=True):
+    try:
+        import jax as _jax  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise ImportError("cute_ops_jax needs JAX: pip install 'cute-ops[jax]'") from error
     from cute_ops.composite.models import MODELS
     from cute_ops.errors import no_attribute
     from cute_ops.ops import ATTENTION, OPS, PRODUCTS

@@ -15,6 +15,10 @@ from cute_ops.errors import no_attribute
 from cute_ops.garbage import without_collections
 
 with without_collections(stays=True), without_checks():
+    try:
+        import torch as _torch  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise ImportError("cute_ops_torch needs PyTorch: pip install 'cute-ops[torch]'") from error
     from cute_ops_torch import functions
     from cute_ops_torch.composite import dispatched as dispatched  # defines ops
     from cute_ops_torch.distributed.import_hook import when_imported

@@ -72,8 +72,10 @@ def register_attention() -> None:
     ``DataCollatorWithFlattening`` gives. Elsewhere, in float32 and with
     dropout, ``sdpa`` runs, or attention written out for sinks and soft caps. :func:`cute_ops_torch.patch` calls this.
     """
-    from transformers import AttentionInterface, AttentionMaskInterface
-
+    try:
+        from transformers import AttentionInterface, AttentionMaskInterface
+    except ModuleNotFoundError as error:
+        raise ImportError("register_attention needs transformers: pip install 'cute-ops[hf]'") from error
     AttentionInterface.register(NAME, cute_attention_forward)
     AttentionMaskInterface.register(NAME, _make_mask)
 

@@ -47,6 +47,23 @@ def commands() -> list[str]:
     return sorted(found)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("framework", "program", "said"),
+    [
+        ("torch", "import cute_ops_jax", "cute_ops_jax needs JAX: pip install 'cute-ops[jax]'"),
+        ("jax", "import cute_ops_torch", "cute_ops_torch needs PyTorch: pip install 'cute-ops[torch]'"),
+        (
+            "torch", "import sys, cute_ops_torch as c; sys.modules['transformers'] = None; c.register_attention()",
+            "register_attention needs transformers: pip install 'cute-ops[hf]'",
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_not_installed_is_named_with_its_extra(framework: str, program: str, said: str, tmp_path: Path) -> None:
+    result = run(framework, tmp_path, "-c", program)
+    assert result.returncode == 1 and result.stderr.endswith(f"\nImportError: {said}\n")
+
+
 WALK = """
 import sys
 from cute_ops.__main__ import app
