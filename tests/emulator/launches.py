@@ -39,6 +39,8 @@ int cuda_dialect_init_library_once(void **library, int (*init)(void **), int (*l
 }
 int cuda_dialect_unload_library_once(void) { return 0; }
 """
+# What a launch may ask for.
+MOST_THREADS, SHARED, MOST_CTAS, MOST_GRID = 1024, 232448, 16, ((1 << 31) - 1, 65535, 65535)
 # Attributes of a launch: the shape of clusters, and whether the kernel may start before the previous one ends.
 CLUSTER, EARLY = 4, 6
 Launching = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p, ctypes.POINTER(ctypes.c_void_p))
@@ -56,6 +58,13 @@ class Launch(NamedTuple):
     shared: int
     early: bool
     arguments: Sequence[bytes]
+
+    def check(self) -> None:
+        """Raise ValueError where a card does not launch it."""
+        fits = math.prod(self.block) <= MOST_THREADS and self.shared <= SHARED and math.prod(self.cluster) <= MOST_CTAS
+        grid = all(0 < size <= most for size, most in zip(self.grid, MOST_GRID, strict=True))
+        if not fits or not grid or any(size % part for size, part in zip(self.grid, self.cluster, strict=True)):
+            raise ValueError(f"an invalid launch: {self._replace(arguments=())}")
 
 
 class HostCode:
@@ -100,6 +109,8 @@ class HostCode:
         # These live until the call has ended.
         given = [each if isinstance(each, int) else _Array(k, *each) for k, each in zip(keys, tensors, strict=True)]
         self._function(*(each if isinstance(each, int) else loader.tvm_ffi().from_dlpack(each) for each in given))
+        for each in found:
+            each.check()
         return found
 
 

@@ -28,7 +28,8 @@ MULTIPLY = re.compile(
 )
 ELEMENTS = {**HALVES, "e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
 AT_ONCE = ("griddepcontrol", "fence", "prefetch", "setmaxnreg", "wgmma", "membar", "discard")
-SHARED_BYTES, STEPS_WITHOUT_CHANGE = 1 << 18, 50
+SHARED_BYTES, STEPS_WITHOUT_CHANGE = 227 << 10, 50
+NAMED_BARRIERS, MOST_OF_MBARRIER, TMA_BYTES = 16, (1 << 20) - 1, 128  # TMA's places in shared memory are aligned so
 RANK_BITS = 20  # of an address in another CTA: above these stands the rank, from 1
 
 
@@ -41,6 +42,10 @@ class Map(NamedTuple):
     rows: int
     columns: int
     stored: set[tuple[int, ...]]
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.tensor.dtype
 
     def places(self, start: int) -> np.ndarray:
         """Addresses in shared memory of a part's bytes; rows of 64 or 128 bytes are swizzled."""
@@ -166,7 +171,8 @@ class Cluster:
         """Run all warps to their end.
 
         Raises:
-            RuntimeError: all that are left wait, or a named barrier is left with threads that have arrived.
+            RuntimeError: all that are left wait, a named barrier is left with threads that have arrived, or what TMA
+                copies is not waited for.
         """
         with np.errstate(all="ignore"):
             self._run(np.random.default_rng(seed))
@@ -187,6 +193,10 @@ class Cluster:
         self.clocks.end()
         if any(arrived for cta in self.ctas for arrived, _ in cta.named.values()):
             raise RuntimeError(f"threads have arrived that nobody waits for: {[cta.named for cta in self.ctas]}")
+        for cta in self.ctas:
+            for address, phase in cta.loaded.items():
+                if phase > cta.awaited.get(address, 0):
+                    raise RuntimeError(f"a CTA ends before TMA's copies for the mbarrier at {address}")
 
 
 class Cta:
@@ -198,6 +208,10 @@ class Cta:
         self.phases: dict[int, list[int]] = {}  # mbarriers: arrivals of a phase, missing ones, missing bytes, phases
         self.traces: hazards.Traces | None = None  # of shared memory
         self.named: dict[int, list[int]] = {}  # named barriers: threads that have arrived, phase
+        self.counts: dict[tuple[int, int], int] = {}  # threads that a named barrier counts in a phase
+        # By mbarrier the last phase to which TMA's copies belong, and the last one that was waited for.
+        self.loaded: dict[int, int] = {}
+        self.awaited: dict[int, int] = {}
 
     def arrive(self, address: int, arrivals: int, expected: int, threads: np.ndarray | None = None) -> None:
         """Arrive at an mbarrier, to which this many more bytes will come, or fewer by those that have: another CTA's
@@ -212,11 +226,19 @@ class Cta:
             clocks.arrive((self.rank, address), threads)
         barrier[1] -= arrivals
         barrier[2] += expected
+        if abs(barrier[2]) > MOST_OF_MBARRIER:
+            raise RuntimeError(f"the mbarrier at {address} counts {barrier[2]} bytes")
         if barrier[1] < 0:
             raise RuntimeError(f"too many arrivals at the mbarrier at {address}: {barrier}")
         if barrier[1:3] == [0, 0]:
             barrier[1], barrier[3] = barrier[0], barrier[3] + 1
             clocks.full((self.rank, address), barrier[3])
+
+    def load(self, address: int, count: int) -> None:
+        """Count bytes that TMA has brought."""
+        if address in self.phases:
+            self.loaded[address] = self.phases[address][3] + 1
+        self.arrive(address, 0, -count)
 
 
 class Warp(ptx_cta.Cta):
@@ -241,6 +263,8 @@ class Warp(ptx_cta.Cta):
         self.ended = 0  # groups of copies that have been waited for
         self.arrived = 0  # the phase of the cluster's barrier when it arrived there
         self.stores, self.products = np.zeros(LANES, np.int64), 0  # groups of bulk stores, and of WGMMA
+        self.stored = np.zeros(LANES, np.int64)  # groups of bulk stores that have been waited for
+        self.open = np.zeros(LANES, bool)  # threads with bulk stores of no group yet
         self.numbers = (cta.rank * self.kernel.warps + index) * LANES + self.threads  # in the cluster
 
     def run(self) -> Iterator[str]:  # type: ignore[override]
@@ -253,6 +277,8 @@ class Warp(ptx_cta.Cta):
                 yield from self.wait(op, operands, now)
             else:
                 self.act(op, operands, now)
+        if self.open.any() or (self.stored < self.stores).any():
+            raise RuntimeError(f"warp {self.index} ends before its bulk stores have read shared memory")
 
     def one(self, names: Sequence[str], now: np.ndarray) -> int:
         """The sum of some registers and numbers in the first thread that is here."""
@@ -268,6 +294,7 @@ class Warp(ptx_cta.Cta):
                 raise RuntimeError(f"a wait at {first}, where no mbarrier is")
             while self.cta.phases[first][3] & 1 == self.one(operands[1], now):
                 yield f"mbarrier {first}"
+            self.cta.awaited[first] = self.cta.phases[first][3]
             clocks.wait((self.cta.rank, first), threads)
             return
         if now is not self.everyone:
@@ -275,6 +302,9 @@ class Warp(ptx_cta.Cta):
         count = self.one(operands[1], now) if len(operands) > 1 else self.kernel.warps * LANES
         barrier = self.cta.named.setdefault(first, [0, 0])
         phase = barrier[1]
+        agreed = self.cta.counts.setdefault((first, phase), count) == count
+        if not 0 <= first < NAMED_BARRIERS or count % LANES or not agreed:
+            raise RuntimeError(f"barrier {first} of {count} threads, {self.cta.counts}")
         barrier[0] += LANES
         clocks.arrive((self.cta.rank, "bar", first), threads)
         if barrier[0] == count:
@@ -375,8 +405,10 @@ class Warp(ptx_cta.Cta):
         if op[0] == "elect":
             self.write(operands[0][0].split("|")[1], (self.threads == 0).astype(np.int64), now)
         elif op[0] == "mbarrier" and op[1] == "init":
-            count = self.one(operands[1], now)
-            self.cta.phases[self.one(operands[0], now)] = [count, count, 0, 0]
+            count, address = self.one(operands[1], now), self.one(operands[0], now)
+            if address % 8 or not 0 < count <= MOST_OF_MBARRIER:
+                raise RuntimeError(f"an mbarrier of {count} arrivals at {address}")
+            self.cta.phases[address] = [count, count, 0, 0]
         elif op[0] == "mbarrier":
             count = self.one(operands[2], now)
             bytes_too = "expect_tx" in op
@@ -405,8 +437,10 @@ class Warp(ptx_cta.Cta):
                 self.add_bulk(operands, now)
             elif "commit_group" in op:
                 self.stores[now] += 1
+                self.open[now] = False
             elif "wait_group" in op:
-                self.cta.cluster.clocks.bulk_ended(self.numbers[now], self.stores[now] - self.one(operands[0], now))
+                self.stored[now] = ended = self.stores[now] - self.one(operands[0], now)
+                self.cta.cluster.clocks.bulk_ended(self.numbers[now], ended)
             else:
                 raise NotImplementedError(".".join(op))
         elif op[0] == "multiply":
@@ -415,6 +449,8 @@ class Warp(ptx_cta.Cta):
             self.multiply(op, operands)
         elif op[0] == "stmatrix":
             rows = sum(self.read(name) for name in operands[0])
+            if (rows[: 8 * len(operands[1])] % 16).any():
+                raise IndexError(f"stmatrix of rows at {rows}")
             for i, name in enumerate(operands[1]):
                 matrix = self.read(name).astype(np.uint32).view(np.uint8).reshape(8, 16)
                 if "trans" in op:
@@ -534,8 +570,11 @@ class Warp(ptx_cta.Cta):
         else:
             target, source = (sum(self.read(name) for name in place) for place in operands[:2])
             size, width = self.read(operands[-1][0]), int(operands[2][0])
+            if width not in ((16,) if "cg" in op else (4, 8, 16)) or ((size < 0) | (size > width))[now].any():
+                raise IndexError(f"{'.'.join(op)} of {size} of {width} bytes")
             for lane in np.flatnonzero(now):
                 start, block = int(source[lane]) & 0xFFFFFFFF, self.blocks[int(source[lane]) >> 32]
+                self.within(int(target[lane]), width)
                 if target[lane] % width or start % width or start + size[lane] > len(block):
                     raise IndexError(f"cp.async from byte {start} of {len(block)} to {target[lane]}")
                 self.copies[-1].append((int(target[lane]), int(source[lane]), int(size[lane]), width))
@@ -547,6 +586,7 @@ class Warp(ptx_cta.Cta):
         for lane in np.flatnonzero(now):
             start, block = int(source[lane]) & 0xFFFFFFFF, self.blocks[int(source[lane]) >> 32]
             count = int(size[lane])
+            self.within(int(target[lane]), count)
             if target[lane] % 16 or start % 16 or count % 16 or start + count > len(block):
                 raise IndexError(f"bulk copy of {count} bytes from byte {start} of {len(block)} to {target[lane]}")
             read = Access(int(source[lane]) >> 32, mbarrier=int(barrier[lane]))
@@ -554,7 +594,7 @@ class Warp(ptx_cta.Cta):
             access = Access(store=True, mbarrier=int(barrier[lane]))
             self.watched(int(target[lane]) + np.arange(count), self.threads == lane, access)
             self.blocks[0][target[lane] : target[lane] + count] = block[start : start + count]
-            self.cta.arrive(int(barrier[lane]), 0, -count)
+            self.cta.load(int(barrier[lane]), count)
 
     def add_bulk(self, operands: list[list[str]], now: np.ndarray) -> None:
         """Neighbouring numbers in float32 in shared memory, added to those in memory."""
@@ -562,6 +602,8 @@ class Warp(ptx_cta.Cta):
         for lane in np.flatnonzero(now):
             start, block = int(target[lane]) & 0xFFFFFFFF, self.blocks[int(target[lane]) >> 32]
             count = int(size[lane])
+            self.within(int(source[lane]), count)
+            self.open[lane] = True
             if source[lane] % 16 or start % 16 or count % 16 or start + count > len(block):
                 raise IndexError(f"bulk sum of {count} bytes from {source[lane]} to byte {start} of {len(block)}")
             self.watched(int(source[lane]) + np.arange(count), self.threads == lane, Access(by="bulk"))
@@ -569,6 +611,11 @@ class Warp(ptx_cta.Cta):
             self.watched(start + np.arange(count), self.threads == lane, access)
             shared = self.blocks[0][source[lane] : source[lane] + count]
             block[start : start + count].view(np.float32)[:] += shared.view(np.float32)
+
+    def within(self, start: int, count: int) -> None:
+        """Refuse so many bytes that are not all in shared memory."""
+        if start < 0 or start + count > len(self.blocks[0]):
+            raise IndexError(f"{count} bytes at byte {start} of {len(self.blocks[0])} of shared memory")
 
     def end_copies(self, groups: int) -> None:
         """Copy the first groups of copies."""
@@ -584,9 +631,14 @@ class Warp(ptx_cta.Cta):
         """
         shared, (name, *at) = operands[:2] if taking else operands[1::-1]
         which = self.cta.cluster.maps[self.one([name], now)]
-        coordinates = [self.one([coordinate], now) for coordinate in at]
-        places = which.places(self.one(shared, now))
+        coordinates, start = [self.one([coordinate], now) for coordinate in at], self.one(shared, now)
+        # Strides are whole vectors. On a card these are an illegal instruction.
+        if coordinates[0] * which.dtype.itemsize % 16 or start % TMA_BYTES:
+            raise IndexError(f"TMA of elements from {coordinates} on of {which.dtype} at byte {start} of shared memory")
+        places = which.places(start)
+        self.within(int(places.min()), int(places.max() - places.min()) + 1)
         if not taking:
+            self.open[now] = True
             self.watched(places, now, Access(by="bulk"))
             which.store(self, coordinates, self.blocks[0][places], added)
             return
@@ -594,7 +646,7 @@ class Warp(ptx_cta.Cta):
         for cta in taking:
             self.watched(places, now, Access(store=True, mbarrier=mbarrier), cta)
             cta.blocks[0][places] = tile
-            cta.arrive(mbarrier, 0, -tile.size)
+            cta.load(mbarrier, tile.size)
 
     def multiply(self, op: tuple[str, ...], operands: list[list[str]]) -> None:
         """This warp's 16 rows of a warpgroup's 64 x n x 32 bytes."""
@@ -623,6 +675,8 @@ class Warp(ptx_cta.Cta):
         """Some rows of 32 bytes of an operand in rows of 128, 64, 32 or 16 bytes; turned, in columns."""
         start, leading, stride = ((descriptor >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
         width, size = {1: 128, 2: 64, 3: 32, 0: 16}[descriptor >> 62 & 3], np.dtype(kind).itemsize
+        if descriptor >> 49 & 7:
+            raise NotImplementedError(f"an operand whose swizzle begins {descriptor >> 49 & 7} rows further")
         row, k = np.asarray(rows)[:, None], np.arange(32 // size)
         if turned:
             inside = width // 2  # rows of the operand
