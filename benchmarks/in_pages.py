@@ -117,6 +117,33 @@ def attention_times(folder: Path) -> str:
     return markdown(("batch x seqlen, heads of q and k, headdim", "form", *names), lines)
 
 
+def attention_means(folder: Path) -> str:
+    """Our time over that of each other kernel, causal and full, at all shapes that both have."""
+    columns, us = (*Shape._fields, "form"), dict[tuple[str, ...], dict[str, float]]()
+    for r in read(folder / "attention.csv"):
+        if r["status"] == "ok" and r["form"] in ("causal", "full"):
+            us.setdefault(tuple(r[c] for c in ("direction", *columns)), {})[r["contender"]] = float(r["us"])
+    lines = []
+    for direction in PRODUCTS:
+        for other in ATTENTION[1:3]:
+            both = {k: each for k, each in us.items() if k[0] == direction and {"ours", other} <= each.keys()}
+            of = {k: each["ours"] / each[other] for k, each in both.items()}
+            mean, worst = exp(sum(map(log, of.values())) / len(of)), max(of, key=of.__getitem__)
+            where = dict(zip(columns, worst[1:], strict=True))
+            shape = "{batch} x {seqlen}, {heads} and {kv_heads} heads of {headdim}, {form}".format_map(where)
+            behind = str(sum(ratio > 1.05 for ratio in of.values()))
+            lines.append((direction, other, str(len(of)), f"{mean:.2f}", f"{of[worst]:.2f} ({shape})", behind))
+    header = (
+        "direction",
+        "beside",
+        "shapes, causal and full",
+        "our time, in the mean",
+        "at worst",
+        "more than 5% behind",
+    )
+    return markdown(header, lines)
+
+
 ATTENTION = ("ours", "cuDNN", "FlashAttention 4", "FlexAttention")
 
 
@@ -148,5 +175,6 @@ PAGES: tuple[tuple[Path, Callable[[Path], str], str], ...] = (
     (ROOT / "docs/products.md", product_speeds, "figures"),
     (ROOT / "docs/compile.md", compile_times, "figures"),
     (ROOT / "docs/attention.md", attention_times, "figures"),
+    (ROOT / "docs/attention.md", attention_means, "means"),
     (ROOT / "docs/attention.md", cache_rates, "caches"),
 )
