@@ -120,6 +120,12 @@ def read(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def dates(rows: Iterable[Mapping[str, str]]) -> str:
+    """From the first day of some rows to the last one."""
+    days = sorted({row["date"] for row in rows})
+    return " to ".join(dict.fromkeys((days[0], days[-1])))
+
+
 def markdown(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     head = list(header)
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]

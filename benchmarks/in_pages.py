@@ -7,7 +7,7 @@ from math import exp, log
 from pathlib import Path
 
 from attention import PRODUCTS, SHAPES, Shape
-from common import ROOT, markdown, read
+from common import ROOT, dates, markdown, read
 
 Times = dict[tuple[str, str], dict[str, float]]
 # Contenders of linear.csv that are not compared: quack was not tuned, and JAX's ran in turns of their own.
@@ -15,12 +15,12 @@ NOT_COMPARED = ("ours", "ours (JAX)", "XLA", "quack")
 
 
 def host_times(folder: Path) -> str:
-    rows = [r for r in read(folder / "host_time.csv") if r["status"] == "ok"]
+    rows = [r for r in read(folder / "host_time.csv") if r["status"] == "ok" and r["call"] in (RMSNORM, F_RMS_NORM)]
     us = {(r["call"], r["grad"]): float(r["us"]) for r in rows}
     ours, torchs = ([f"{us[call, grad]:.1f}" for grad in ("no", "yes")] for call in (RMSNORM, F_RMS_NORM))
     return (
         f"On the host of an {rows[0]['gpu'].split()[-1]} `{RMSNORM}` takes {ours[0]} us and {ours[1]} us with a "
-        f"gradient, where `{F_RMS_NORM}` takes {torchs[0]} and {torchs[1]}."
+        f"gradient, where `{F_RMS_NORM}` takes {torchs[0]} and {torchs[1]} ({dates(rows)})."
     )
 
 
@@ -38,7 +38,8 @@ def gelu_add(folder: Path) -> str:
             f"the {title} takes {float(ours['us']):.0f} us, {share}, and torch.compile's {float(compiled['us']):.0f} us"
         )
     first = rows["fwd", "ours (torch)"]
-    return f"At {first['rows']} x {first['n']} in bfloat16 on an {first['gpu'].split()[-1]} {texts[0]}; {texts[1]}."
+    where = f"{first['rows']} x {first['n']} in bfloat16 on an {first['gpu'].split()[-1]}"
+    return f"At {where} {texts[0]}; {texts[1]} ({dates(rows.values())})."
 
 
 def softcap(folder: Path) -> str:
@@ -50,7 +51,7 @@ def softcap(folder: Path) -> str:
     return (
         f"On an {r['gpu'].split()[-1]}, {r['m']} rows, {r['k']} features and {r['n']} outputs in bfloat16 take "
         f"{us['ours']:.0f} us with this epilogue, where the product alone takes {alone:.0f} us; cuBLAS followed by "
-        f"PyTorch's functions takes {us['cuBLAS']:.0f} us, torch.compile {us['torch.compile']:.0f} us."
+        f"PyTorch's functions takes {us['cuBLAS']:.0f} us, torch.compile {us['torch.compile']:.0f} us ({r['date']})."
     )
 
 
@@ -65,7 +66,8 @@ def product_speeds(folder: Path) -> str:
         f"with GELU, a residual or a gate; beside {fastest}": fused,
         "a gated activation's gradient behind its product; beside the same": gated,
     }
-    return markdown(("product", "shapes", "speed", "least", "most"), [(name, *_speed(g)) for name, g in groups.items()])
+    product = f"product, {dates(read(folder / 'linear.csv'))}"
+    return markdown((product, "shapes", "speed", "least", "most"), [(name, *_speed(g)) for name, g in groups.items()])
 
 
 ALONE = ("linear", "linear_dx", "linear_dweight")

@@ -19,7 +19,7 @@ from pathlib import Path
 import in_pages
 import pictures
 import several_gpus
-from common import ROOT, markdown, read
+from common import ROOT, dates, markdown, read
 from pictures import Row, ours, unique
 from summary import BEHIND, OURS, OURS_JAX, TITLES, XLA, behind, given, mean, overview, points
 from tables import TABLES
@@ -58,12 +58,6 @@ def about(name: str) -> str:
     """What a benchmark says that it measures: the first paragraph of its file."""
     text = ast.get_docstring(ast.parse((ROOT / "benchmarks" / f"{name}.py").read_text(encoding="utf-8"))) or ""
     return " ".join(text.partition("\n\n")[0].split()).replace("``", "`")
-
-
-def dates(rows: Iterable[Row]) -> str:
-    """From the first day to the last one."""
-    days = sorted({row["date"] for row in rows})
-    return " to ".join(dict.fromkeys((days[0], days[-1])))
 
 
 def folded(summary: str, body: str) -> str:
