@@ -87,7 +87,7 @@ def kernel(
     ffi.ensure(variant)
     call = jax.ffi.ffi_call(variant.symbol, list(shapes), input_output_aliases=aliases)
     found = dict(zip(results, call(*views.values(), **numbers), strict=True))
-    for name in written.keys() & orders.keys():
+    for name in (name for name in written if name in orders):
         found[name] = jnp.transpose(found[name], [orders[name].index(i) for i in range(found[name].ndim)])
     return [found[n].reshape(a.shape) for n, a in binding.results.items() if a is not None]
 

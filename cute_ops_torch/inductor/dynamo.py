@@ -182,7 +182,7 @@ class DynamoFront(Front):
         for held in self._unnoted:
             self._aliases[storage_of(example(held))].append(held)
         self._unnoted.clear()
-        for memory in {storage_of(example(written)) for written in writes}:
+        for memory in dict.fromkeys(storage_of(example(written)) for written in writes):
             self.written[memory].append(place)
             for alias in self._aliases[memory]:
                 value = example(alias)
