@@ -16,6 +16,7 @@ import random
 import sys
 import time
 import types
+import zlib
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -154,7 +155,8 @@ def sources() -> list[Source]:
     numbers = [v for v in VALUES if type(v) is float]
 
     def environment(v: Any) -> None:
-        os.environ["NUMBER_OF_THE_FUZZ"] = repr(v if type(v) is float else numbers[hash(str(v)) % len(numbers)])
+        other = numbers[zlib.crc32(str(v).encode()) % len(numbers)]
+        os.environ["NUMBER_OF_THE_FUZZ"] = repr(v if type(v) is float else other)
 
     def put(owner: Any, name: Any) -> Callable[[Any], None]:
         if isinstance(owner, dict | list):
