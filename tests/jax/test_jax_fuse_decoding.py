@@ -14,8 +14,6 @@ from cute_ops_jax.fusion import layers
 from tests.jax.drawn_decoding import Step, drawn
 from tests.jax.drawn_graphs import QUICK
 
-DRAWN, PARTS = 48, 8
-
 
 def became(function: Any, *args: Any) -> list[str]:
     return [entry.becomes for entry in cute_ops_jax.fuse.report(function, *args).replaced]
@@ -30,12 +28,13 @@ def check(step: Step) -> None:
     np.testing.assert_allclose(got, want, rtol=0.03, atol=0.03, err_msg=step.said)
 
 
-@pytest.mark.parametrize("part", range(PARTS))
-def test_drawn_steps(part: int) -> None:
-    for number in range(part, DRAWN, PARTS):
-        step = drawn(number)
-        assert became(step.function, *step.args) == ["decode_attention"], step.said
-        check(step)
+@pytest.mark.drawn(0.25)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(48))
+def test_drawn_steps(number: int) -> None:
+    step = drawn(number)
+    assert became(step.function, *step.args) == ["decode_attention"], step.said
+    check(step)
 
 
 @pytest.mark.gpu
@@ -62,7 +61,8 @@ def test_strict_promotions() -> None:
     with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
         assert became(function, *given) == ["decode_attention"]
         check(Step("strict", function, tuple(given)))
-        jax.grad(lambda *x: cute_ops_jax.fuse(function)(*x).astype("float32").sum(), (0, 1, 2))(*given)
+        gradients = jax.grad(lambda *x: cute_ops_jax.fuse(function)(*x).astype("float32").sum(), (0, 1, 2))
+        jax.jit(gradients, compiler_options=QUICK)(*given)
 
 
 def written(q: Any, k: Any, v: Any, lengths: Any, fill: float = -jnp.inf) -> Any:
@@ -106,16 +106,21 @@ def test_derivatives_are_those_of_the_program(fill: float) -> None:
     def loss(function: Any, q: Any, k: Any, v: Any) -> Any:
         return jnp.sum(jnp.sin(function(q, k, v, lengths, fill).astype("float32")))
 
-    ours = cute_ops_jax.fuse(written)
-    for transform in (
-        lambda f: jax.grad(lambda *x: loss(f, *x), (0, 1, 2))(*given),
-        lambda f: jax.jvp(lambda *x: loss(f, *x), given, [jnp.ones_like(x) for x in given]),
-        lambda f: jax.vmap(lambda *x: f(*x, fill), (None, 0, 0, 0))(
-            given[0], *(jnp.stack([x, x + 1]) for x in given[1:]), jnp.stack([lengths, lengths - 1])
-        ),
-    ):
-        for got, want in zip(*map(jax.tree.leaves, (transform(ours), transform(written))), strict=True):
-            np.testing.assert_allclose(got.astype("float32"), want.astype("float32"), rtol=0.05, atol=0.05)
+    two = [jnp.asarray(np.stack([x, np.asarray(x) + 1])) for x in given[1:]]
+    ends = jnp.asarray(np.stack([lengths, np.asarray(lengths) - 1]))
+
+    def derivatives(f: Any) -> Any:
+        def run(given: Any, two: Any, ends: Any) -> Any:
+            return (
+                jax.grad(lambda *x: loss(f, *x), (0, 1, 2))(*given),
+                jax.jvp(lambda *x: loss(f, *x), given, [jnp.ones_like(x) for x in given]),
+                jax.vmap(lambda *x: f(*x, fill), (None, 0, 0, 0))(given[0], *two, ends),
+            )
+
+        return jax.tree.leaves(jax.jit(run, compiler_options=QUICK)(given, two, ends))
+
+    for got, want in zip(derivatives(cute_ops_jax.fuse(written)), derivatives(written), strict=True):
+        np.testing.assert_allclose(got.astype("float32"), want.astype("float32"), rtol=0.05, atol=0.05)
 
 
 @pytest.mark.parametrize("number", [504, 505, 509, 513])
