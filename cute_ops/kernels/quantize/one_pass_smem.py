@@ -95,7 +95,7 @@ class QuantizeRowsInSmem(QuantizeRows):
         targets = memory, mOut, mResidualOut, base
         speaks = (t == 0) & (rank == 0) & (row < count)
         if const_expr(self.together):
-            self._at_once(given, both, sums, maxima, speaks, targets)
+            self._at_once(given, both, maxima, speaks, targets)
         else:
             rstd = self._rstd(given, sums) if const_expr(self.source.normed) else None
             if const_expr(self.own_copies):
@@ -122,7 +122,7 @@ class QuantizeRowsInSmem(QuantizeRows):
         self.ring.fetch_tails(tails, edge, Int32(0), [k])
 
     @cute.jit
-    def _at_once(self, given: cutlass.Constexpr, both, sums, maxima, speaks, targets: cutlass.Constexpr):
+    def _at_once(self, given: cutlass.Constexpr, both, maxima, speaks, targets: cutlass.Constexpr):
         """Exchange a norm's sum and its largest unnormalised element together, then write the output from both."""
         squares, largest = Total(self.tile.per_thread), Float32(0.0)
         for k in cutlass.range_constexpr(self.tile.per_thread):

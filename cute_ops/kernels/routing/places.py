@@ -39,7 +39,7 @@ class ClassPlaces:
         self.count(mIndex, mCounts).launch(**launch)
         self.order(mIndex, mPlace, mEnds, mCounts).launch(**launch)
 
-    def _share(self, mIndex, parts, part, begin, end):
+    def _share(self, parts, part, begin, end):
         """The part with this number, if the numbers from ``begin`` to before ``end`` are cut into equal ``parts``."""
         size = (end - begin + (parts - 1)) // parts
         first = cutlass.min(begin + part * size, end)
@@ -48,7 +48,7 @@ class ClassPlaces:
     def _own(self, mIndex):
         """This CTA's share of the numbers: the first one, and the one after the last."""
         total = Int32(extent(mIndex, 0)) * self.k
-        return self._share(mIndex, self.config.ctas, cute.arch.block_idx()[0], Int32(0), total)
+        return self._share(self.config.ctas, cute.arch.block_idx()[0], Int32(0), total)
 
     def _bin(self, mIndex, i):
         row = i // self.k
@@ -94,7 +94,7 @@ class ClassPlaces:
         wait_for_previous(self.pdl)
         let_next_start(self.pdl)
         first, end = self._own(mIndex)
-        first, end = self._share(mIndex, self.warps, warp, first, end)
+        first, end = self._share(self.warps, warp, first, end)
         for i in cutlass.range(first + lane, end, WARP, unroll=4):
             cute.arch.atomic_add(sNext[None, warp].iterator + self._bin(mIndex, i), Int32(1))
         self._add_shares(mCounts, sTotal, sBefore, cta)
