@@ -5,13 +5,11 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.pipeline import PipelineUserType, make_pipeline_state, pipeline_init_arrive, pipeline_init_wait
-from cutlass.tensor_utils import LayoutEnum
-from cutlass.utils import hopper_helpers as hopper
 
 from cute_ops.kernels.attention.cache_loads import WARPS, CacheLoads, CopyRing, page_found
 from cute_ops.kernels.attention.cached import Cached, hide_missing
 from cute_ops.kernels.attention.fwd_sm90 import AttentionFwd
-from cute_ops.kernels.attention.products import mma_of_scores, mma_of_weights, tma_copies
+from cute_ops.kernels.attention.products import tma_copies
 from cute_ops.kernels.attention.ranges import Ranges
 from cute_ops.kernels.attention.tiles import Moved, Sizes, by_sequence, first_row, partition, ring, slots, view
 from cute_ops.kernels.lib.matrix import folded
@@ -45,15 +43,7 @@ class AttentionCachedSm90(Cached, AttentionFwd):
         sizes = self._sizes(given, mQ)
         if const_expr(self.packed):
             mQ, mOut = by_sequence(mQ), by_sequence(mOut)
-        row, column = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
-        mma_qk = mma_of_scores(dtype, self.tile_n, self.consumers)
-        mma_pv = mma_of_weights(dtype, self.dv, self.consumers)
-        layouts = (
-            hopper.make_smem_layout_a(row, (self.tile_m, self.tile_n, self.d), dtype, 1),
-            hopper.make_smem_layout_b(row, (self.tile_m, self.tile_n, self.d), dtype, self.stages),
-            hopper.make_smem_layout_b(column, (self.tile_m, self.dv, self.tile_n), dtype, self.stages),
-            hopper.make_smem_layout_epi(dtype, row, (MMA_M, self.dv), self.consumers),
-        )
+        (mma_qk, mma_pv), layouts = self._products(dtype), self._layouts(dtype)
         moved = tma_copies(
             (mQ, mOut), (layouts[0], layouts[3]), ((self.tile_m, self.d), (MMA_M, self.dv)), stored=1
         )  # fmt: skip
@@ -82,11 +72,7 @@ class AttentionCachedSm90(Cached, AttentionFwd):
                 cpasync.prefetch_descriptor(tma)
         smem, dtype = cutlass.utils.SmemAllocator(), self.dtype
         sQ, sK, sV = (slots(smem, dtype, layout) for layout in layouts[:3])
-        if const_expr(self.shares_memory):
-            start = cute.recast_ptr(sQ.iterator, layouts[3].inner, dtype)
-            sOut = cute.make_tensor(start, layouts[3].outer)
-        else:
-            sOut = slots(smem, dtype, layouts[3])
+        sOut = self._place_of_outputs(smem, sQ, layouts[3])
         held = Moved(*q_moved, sQ), Moved(None, None, sK), Moved(None, None, sV), Moved(*out_moved, sOut)
         ring_q = ring(smem, dtype, layouts[0], 1, self.consumers)
         paged = const_expr(caches[2] is not None)

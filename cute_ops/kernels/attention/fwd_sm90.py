@@ -83,15 +83,7 @@ class AttentionFwd(ForwardKernel):
         sizes = sizes_of(mQ, mK, by_index(captured, self.mods), (mQRanges, mKRanges), offsets)
         if const_expr(self.packed):
             mQ, mK, mV, mOut = (by_sequence(m, mode) for m, mode in ((mQ, 0), (mK, 0), (mV, 1), (mOut, 0)))
-        row, column = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
-        mma_qk = mma_of_scores(dtype, self.tile_n, self.consumers)
-        mma_pv = mma_of_weights(dtype, self.dv, self.consumers)
-        layouts = (
-            hopper.make_smem_layout_a(row, (self.tile_m, self.tile_n, self.d), dtype, 1),
-            hopper.make_smem_layout_b(row, (self.tile_m, self.tile_n, self.d), dtype, self.stages),
-            hopper.make_smem_layout_b(column, (self.tile_m, self.dv, self.tile_n), dtype, self.stages),
-            hopper.make_smem_layout_epi(dtype, row, (MMA_M, self.dv), self.consumers),
-        )
+        (mma_qk, mma_pv), layouts = self._products(dtype), self._layouts(dtype)
         tiles = (self.tile_m, self.d), (self.tile_n, self.d), (self.dv, self.tile_n), (MMA_M, self.dv)
         moved = tma_copies((mQ, mK, mV, mOut), layouts, tiles, stored=1)
         Ranges(self.tiles).launch(sizes, stream)
@@ -105,6 +97,27 @@ class AttentionFwd(ForwardKernel):
             min_blocks_per_mp=1,
         )  # fmt: skip
 
+    def _products(self, dtype):
+        """The MMAs of scores, and of weights and values."""
+        scores = mma_of_scores(dtype, self.tile_n, self.consumers)
+        return scores, mma_of_weights(dtype, self.dv, self.consumers)
+
+    def _layouts(self, dtype):
+        """Of queries, keys, values and outputs in shared memory."""
+        row, column = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
+        return (
+            hopper.make_smem_layout_a(row, (self.tile_m, self.tile_n, self.d), dtype, 1),
+            hopper.make_smem_layout_b(row, (self.tile_m, self.tile_n, self.d), dtype, self.stages),
+            hopper.make_smem_layout_b(column, (self.tile_m, self.dv, self.tile_n), dtype, self.stages),
+            hopper.make_smem_layout_epi(dtype, row, (MMA_M, self.dv), self.consumers),
+        )
+
+    def _place_of_outputs(self, smem, sQ, layout):
+        """Outputs in shared memory: a place of their own, or that of queries."""
+        if not self.shares_memory:
+            return slots(smem, self.dtype, layout)
+        return cute.make_tensor(cute.recast_ptr(sQ.iterator, layout.inner, self.dtype), layout.outer)
+
     @cute.kernel
     def kernel(self, mmas, moved, mSinks, mLse, sizes):
         mma_first, mma_qk, mma_pv = mmas
@@ -115,12 +128,7 @@ class AttentionFwd(ForwardKernel):
                 cpasync.prefetch_descriptor(tma)
         smem, dtype = cutlass.utils.SmemAllocator(), self.dtype
         held = [slots(smem, dtype, layout) for layout in layouts[:3]]
-        layout = layouts[3]
-        if const_expr(self.shares_memory):
-            start = cute.recast_ptr(held[0].iterator, layout.inner, self.dtype)
-            held.append(cute.make_tensor(start, layout.outer))
-        else:
-            held.append(slots(smem, dtype, layout))
+        held.append(self._place_of_outputs(smem, held[0], layouts[3]))
         moved = [Moved(tma, m, s) for (tma, m), s in zip(moved, held)]
         stages = 1, self.stages, self.stages
         rings = [ring(smem, dtype, layout, count, self.consumers) for layout, count in zip(layouts, stages)]
