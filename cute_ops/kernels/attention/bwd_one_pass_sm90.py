@@ -21,7 +21,7 @@ from cute_ops.kernels.attention.products import (
     tma_copies,
 )
 from cute_ops.kernels.attention.softmax import InPairs, by_row, store_packed
-from cute_ops.kernels.attention.sums import TOGETHER, PartsOfKeys, SumsOfTiles, add_four
+from cute_ops.kernels.attention.sums import TOGETHER, PartsOfKeys, SumsOfTiles
 from cute_ops.kernels.attention.tiles import (
     REGISTERS,
     Moved,
@@ -363,8 +363,12 @@ class OnePassBackward(SumsOfTiles, KeysBackward):
             place = sizes.first_slots[1] + keys.block, keys.head, (first, first + batches)
             self.of_keys.put(mParts, (rDk, rDv), place, tidx)
         else:
-            store_rows(mma_dk, rDk, dk, (tidx, keys, self.scale, self.d), sizes.rows[1])
-            store_rows(mma_dv, rDv, dv, (tidx, keys, 1.0, self.dv), sizes.rows[1])
+            self._store_sums(mma_dk, rDk, dk, (tidx, keys, self.scale, self.d), sizes.rows[1])
+            self._store_sums(mma_dv, rDv, dv, (tidx, keys, 1.0, self.dv), sizes.rows[1])
+
+    def _store_sums(self, mma, rX, out, at, rows):
+        """Store a warpgroup's part of dk or dv; see :func:`store_rows`."""
+        store_rows(mma, rX, out, at, rows)
 
     def _score(self, product, rX, slot):
         """Issue a product of keys, or values, and a slot."""
@@ -436,34 +440,6 @@ class OnePassBackward(SumsOfTiles, KeysBackward):
             cute.autovec_copy(cute.make_tensor(rDq.iterator, cute.make_layout(own.shape)), own)
             cute.arch.fence_view_async_shared()
             cute.arch.barrier_arrive(barrier_id=FULL + 2 * share, number_of_threads=threads + WARP)
-
-        return add
-
-
-class AddedByThreads:
-    """Of kernels in one pass: threads add dq to the sums in memory from registers, in no order."""
-
-    def _added(self, mSums):
-        return mSums
-
-    def _place_of_sums(self, added, smem):
-        return added
-
-    def _add(self, sums, mTurns, keys, sizes):
-        """No warp adds."""
-
-    def _adder(self, sums, tidx):
-        """A function that adds a thread's part of dq to the sums of a tile: two rows of two columns at once."""
-        threads, own = self.consumers * WARPGROUP // self.shares, tidx * TOGETHER
-        if self.shares > 1:
-            own = tidx // threads * (self.tile_q * self.d // self.shares) + tidx % threads * TOGETHER
-        step = threads * TOGETHER * Float32.width // 8
-
-        def add(rDq, tile, queries, sizes):
-            place = (sizes.first_slots[0] + queries) * self.tile_q, 0, tile.head, self._batch(tile, sizes)
-            address = address_of(sums, place, own)
-            for block in range(cute.size(rDq) // TOGETHER):
-                add_four(address + step * block, [rDq[TOGETHER * block + i] for i in range(TOGETHER)])
 
         return add
 

@@ -182,23 +182,8 @@ class WideHeadsBackward(OnePassInParts):
             for c in range(self.own_keys // 4):
                 scores[r, c] = scores[r, c] * (cotangents[r, c] - of_row(r, c))
 
-    @cute.jit
-    def _finish(
-        self, mmas: cutlass.Constexpr, sums: cutlass.Constexpr, gradients: cutlass.Constexpr, tidx: Int32,
-        keys: cutlass.Constexpr, sizes: cutlass.Constexpr,
-    ):  # fmt: skip
-        (rDk, rDv), (dk, dv, mParts), (part, parts) = sums, gradients, sizes.part
-        if parts > 1:
-            batches = Int32(mParts.shape[3]) // (2 * parts)
-            first = 2 * part * batches + self._batch(keys, sizes)
-            place = sizes.first_slots[1] + keys.block, keys.head, (first, first + batches)
-            self.of_keys.put(mParts, (rDk, rDv), place, tidx)
-        else:
-            self._store_columns(rDk, dk, (tidx, keys, self.scale, self.d), sizes.rows[1])
-            self._store_columns(rDv, dv, (tidx, keys, 1.0, self.dv), sizes.rows[1])
-
-    def _store_columns(self, rX, out, at, rows):
-        """Store a warpgroup's columns, scaled, which are rows of the result; see :func:`store_rows`."""
+    def _store_sums(self, _, rX, out, at, rows):
+        """Columns are rows of the result."""
         tidx, tile, scale, width = at
         group = cute.arch.make_warp_uniform(tidx // WARPGROUP)
         for i in range(cute.size(rX)):
