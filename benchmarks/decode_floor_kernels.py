@@ -11,7 +11,7 @@ from cute_ops.hardware import WARP
 from cute_ops.kernels.attention import decode_attention, decode_attention_sm90, mla_decode_sm90
 from cute_ops.kernels.attention.config import LATENT_PARTS, LATENT_STAGES, DecodeConfig
 from cute_ops.kernels.attention.pages import Keys, first_place, load_tile, next_place, page_entry
-from cute_ops.kernels.attention.softmax import store_packed
+from cute_ops.kernels.attention.registers import store_packed
 from cute_ops.kernels.tensor_core.pipeline import Consumer
 
 

@@ -30,16 +30,14 @@ from cute_ops.kernels.attention.limits import limits_of
 from cute_ops.kernels.attention.mods import FAST, K, Q
 from cute_ops.kernels.attention.softmax import (
     CUBICS,
-    GRADIENTS,
-    HIDDEN,
     HIGHEST,
-    LEAST_CAP,
     LOWEST,
     QUINTIC,
     BoundedSoftmax,
     CappedSoftmax,
     polynomial,
 )
+from cute_ops.kernels.attention.weights import GRADIENTS, HIDDEN, LEAST_CAP
 from cute_ops.ops.attention import config as configs
 from cute_ops.ops.attention.attention import attention, attention_bwd
 from cute_ops.ops.attention.by_call import Captured, kind_of, op_of_call

@@ -24,7 +24,7 @@ from cute_ops.kernels.attention.bwd_wide_heads_sm90 import WideHeadsBackward
 from cute_ops.kernels.attention.config import LONG_TILE, AttentionBackwardConfig
 from cute_ops.kernels.attention.mods import Mods, by_index
 from cute_ops.kernels.attention.ranges import Ranges
-from cute_ops.kernels.attention.softmax import exp2
+from cute_ops.kernels.attention.registers import exp2
 from cute_ops.kernels.attention.sums import elements_of
 from cute_ops.kernels.attention.tiles import Sizes, address_of, offsets_of, row_at, sizes_of, view
 from cute_ops.kernels.lib.activation import LOG2_E

@@ -9,7 +9,7 @@ from cutlass.pipeline import PipelineUserType, make_pipeline_state
 from cute_ops.kernels.attention.bwd_keys_sm90 import following
 from cute_ops.kernels.attention.bwd_one_pass_sm90 import DS, OnePassBackward
 from cute_ops.kernels.attention.products import multiply, multiply_part
-from cute_ops.kernels.attention.softmax import PART, by_row, columns_of_part, store_part
+from cute_ops.kernels.attention.registers import PART, by_row, columns_of_part, store_part
 from cute_ops.kernels.attention.tiles import Tile
 from cute_ops.kernels.tensor_core.sizes import WARPGROUP
 

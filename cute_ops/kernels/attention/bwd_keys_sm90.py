@@ -18,7 +18,7 @@ from cute_ops.kernels.attention.products import (
     multiply_weights,
     tma_copies,
 )
-from cute_ops.kernels.attention.softmax import Weights, by_row, of_columns, store_packed
+from cute_ops.kernels.attention.registers import by_row, store_packed
 from cute_ops.kernels.attention.tiles import (
     REGISTERS,
     Moved,
@@ -32,6 +32,7 @@ from cute_ops.kernels.attention.tiles import (
     slots,
     transposed,
 )
+from cute_ops.kernels.attention.weights import Weights, of_columns
 from cute_ops.kernels.lib.copy import compiler_barrier
 from cute_ops.kernels.tensor_core.sizes import MMA_M, WARPGROUP
 

@@ -20,7 +20,7 @@ from cute_ops.kernels.attention.products import (
     multiply_weights,
     tma_copies,
 )
-from cute_ops.kernels.attention.softmax import InPairs, by_row, store_packed
+from cute_ops.kernels.attention.registers import by_row, store_packed
 from cute_ops.kernels.attention.sums import TOGETHER, PartsOfKeys, SumsOfTiles
 from cute_ops.kernels.attention.tiles import (
     REGISTERS,
@@ -33,6 +33,7 @@ from cute_ops.kernels.attention.tiles import (
     slots,
     transposed,
 )
+from cute_ops.kernels.attention.weights import InPairs
 from cute_ops.kernels.tensor_core.sizes import MMA_M, WARP, WARPGROUP
 
 # Named barriers: all of ds lies in shared memory; a share of a tile of dq may be written, and may be added to memory:

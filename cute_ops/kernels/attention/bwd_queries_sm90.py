@@ -15,7 +15,7 @@ from cute_ops.kernels.attention.products import (
     multiply_weights,
     tma_copies,
 )
-from cute_ops.kernels.attention.softmax import Weights, by_row, store_packed
+from cute_ops.kernels.attention.registers import by_row, store_packed
 from cute_ops.kernels.attention.tiles import (
     REGISTERS,
     Moved,
@@ -29,6 +29,7 @@ from cute_ops.kernels.attention.tiles import (
     slots,
     transposed,
 )
+from cute_ops.kernels.attention.weights import Weights
 from cute_ops.kernels.tensor_core.sizes import MMA_M, WARPGROUP
 
 OWN, READ = 1, 3  # named barriers: one of a warpgroup's threads, and that both have read shared memory

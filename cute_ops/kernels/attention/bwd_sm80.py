@@ -8,7 +8,7 @@ from cutlass import Float32, Int32, const_expr
 
 from cute_ops.hardware import WARP
 from cute_ops.kernels.attention.config import MMA_ROWS
-from cute_ops.kernels.attention.softmax import Weights, by_row, of_columns, store_packed
+from cute_ops.kernels.attention.registers import by_row, store_packed
 from cute_ops.kernels.attention.tiles import Sizes, Tile, Tiles
 from cute_ops.kernels.attention.warps import (
     Operand,
@@ -24,6 +24,7 @@ from cute_ops.kernels.attention.warps import (
     source_of,
     store_rows,
 )
+from cute_ops.kernels.attention.weights import Weights, of_columns
 
 REGISTERS = 210  # with fewer of them for all else, registers hold a warp's rows, too
 

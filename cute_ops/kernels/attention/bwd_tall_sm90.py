@@ -6,7 +6,7 @@ from cutlass.cute.nvgpu import warpgroup
 from cute_ops.kernels.attention.bwd_one_pass_sm90 import DS
 from cute_ops.kernels.attention.bwd_one_tile_sm90 import OneTileAtATime
 from cute_ops.kernels.attention.products import multiply, multiply_weights
-from cute_ops.kernels.attention.softmax import store_packed
+from cute_ops.kernels.attention.registers import store_packed
 from cute_ops.kernels.tensor_core.sizes import WARPGROUP
 
 

@@ -13,7 +13,7 @@ from cute_ops.kernels.attention.bwd_keys_sm90 import Consumer, Products, Registe
 from cute_ops.kernels.attention.bwd_one_pass_sm90 import DS
 from cute_ops.kernels.attention.bwd_queries_sm90 import OWN, READ, store_if_first
 from cute_ops.kernels.attention.products import multiply
-from cute_ops.kernels.attention.softmax import by_row, store_packed
+from cute_ops.kernels.attention.registers import by_row, store_packed
 from cute_ops.kernels.attention.sums import PartsByColumns
 from cute_ops.kernels.attention.tiles import first_row, partition, place_of, transposed
 from cute_ops.kernels.tensor_core.sizes import MMA_M, WARPGROUP

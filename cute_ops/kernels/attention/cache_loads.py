@@ -9,7 +9,7 @@ from cutlass import Float16, Float32, Int32, Int64, const_expr
 from cute_ops.hardware import VECTOR_BYTES
 from cute_ops.kernels.attention.cache_tiles import two_pairs
 from cute_ops.kernels.attention.pages import copy_bytes, page_of, table_entry
-from cute_ops.kernels.attention.softmax import pack
+from cute_ops.kernels.attention.registers import pack
 from cute_ops.kernels.lib.copy import fragment, load
 from cute_ops.kernels.tensor_core.sizes import WARP, WARPGROUP
 

@@ -11,7 +11,7 @@ from cutlass import Float16, Float32, Int16, Int32
 
 from cute_ops.hardware import WARP
 from cute_ops.kernels.attention.config import PADDING
-from cute_ops.kernels.attention.softmax import pack
+from cute_ops.kernels.attention.registers import pack
 from cute_ops.kernels.attention.warps import Operand
 from cute_ops.kernels.lib.copy import fragment, load
 

@@ -7,7 +7,8 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cute_ops.declaration.shapes import ITEMSIZE
 from cute_ops.kernels.attention.combine import Combine, Results, store_pairs
 from cute_ops.kernels.attention.mods import by_index
-from cute_ops.kernels.attention.softmax import OnlineSoftmax, by_row
+from cute_ops.kernels.attention.registers import by_row
+from cute_ops.kernels.attention.softmax import OnlineSoftmax
 from cute_ops.kernels.attention.tiles import Sizes
 from cute_ops.kernels.lib.arguments import by_name
 from cute_ops.kernels.lib.matrix import folded

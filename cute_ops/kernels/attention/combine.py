@@ -7,7 +7,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from cute_ops.hardware import WARP
-from cute_ops.kernels.attention.softmax import LN2, exp2
+from cute_ops.kernels.attention.registers import exp2
+from cute_ops.kernels.attention.softmax import LN2
 from cute_ops.kernels.lib.activation import LOG2_E
 from cute_ops.kernels.lib.copy import fragment, load_if, store
 from cute_ops.kernels.lib.pdl import let_next_start, wait_for_previous

@@ -13,7 +13,8 @@ from cute_ops.kernels.attention.combine import Combine, Results
 from cute_ops.kernels.attention.config import MMA_ROWS, PADDING, DecodeConfig
 from cute_ops.kernels.attention.mods import Mods, by_index
 from cute_ops.kernels.attention.pages import Keys, first_place, load_tile, next_place, page_entry
-from cute_ops.kernels.attention.softmax import GROWTH, OnlineSoftmax, by_row, store_packed
+from cute_ops.kernels.attention.registers import by_row, store_packed
+from cute_ops.kernels.attention.softmax import GROWTH, OnlineSoftmax
 from cute_ops.kernels.attention.tiles import Place, Sizes, Tile
 from cute_ops.kernels.attention.warps import Rows, accumulators, halves, mma_of_warp, queries_fit
 from cute_ops.kernels.lib.arguments import by_name, named

@@ -19,7 +19,7 @@ from cute_ops.kernels.attention.products import (
     tma_copies,
 )
 from cute_ops.kernels.attention.ranges import Ranges
-from cute_ops.kernels.attention.softmax import by_row, store_packed
+from cute_ops.kernels.attention.registers import by_row, store_packed
 from cute_ops.kernels.attention.tiles import (
     BARRIER_BYTES,
     REGISTERS,

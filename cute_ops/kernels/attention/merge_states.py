@@ -9,7 +9,8 @@ from cutlass import Float32, Int32, Int64
 from cute_ops.declaration.shapes import ITEMSIZE
 from cute_ops.hardware import VECTOR_BYTES
 from cute_ops.kernels.attention.config import MergeConfig
-from cute_ops.kernels.attention.softmax import LN2, exp2
+from cute_ops.kernels.attention.registers import exp2
+from cute_ops.kernels.attention.softmax import LN2
 from cute_ops.kernels.lib.activation import LOG2_E
 from cute_ops.kernels.lib.copy import fragment, load, narrow, store, widen
 from cute_ops.kernels.lib.matrix import folded

@@ -11,7 +11,7 @@ from cute_ops.hardware import VECTOR_BYTES, WARP
 from cute_ops.kernels.attention.config import MMA_ROWS, PADDING
 from cute_ops.kernels.attention.latent import Latent, Tensors
 from cute_ops.kernels.attention.pages import copy_or_clear, of_lane
-from cute_ops.kernels.attention.softmax import by_row, exp2, pack
+from cute_ops.kernels.attention.registers import by_row, exp2, pack
 from cute_ops.kernels.attention.warps import mma_of_warp
 from cute_ops.kernels.lib.arguments import named
 from cute_ops.kernels.lib.copy import fragment, load

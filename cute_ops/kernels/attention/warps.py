@@ -15,7 +15,7 @@ from cutlass.cute.nvgpu.warp import LdMatrix8x8x16bOp, MmaF16BF16Op
 from cute_ops.hardware import VECTOR_BYTES, WARP
 from cute_ops.kernels.attention.config import MMA_ROWS, PADDING
 from cute_ops.kernels.attention.pages import copy_or_clear
-from cute_ops.kernels.attention.softmax import store_packed
+from cute_ops.kernels.attention.registers import store_packed
 from cute_ops.kernels.attention.tiles import Place, address_of
 from cute_ops.kernels.lib.copy import fragment, store
 
