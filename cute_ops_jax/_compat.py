@@ -21,7 +21,7 @@ from jax._src.interpreters.batching import BatchTracer
 from jax._src.sharding_impls import ShardingContext, parse_flatten_op_sharding
 from jax.core import ShapedArray as ShapedArray
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 if TYPE_CHECKING:
     from jax._src.core import ClosedJaxpr as ClosedJaxpr
@@ -207,6 +207,9 @@ def mesh_among(jaxpr: ClosedJaxpr) -> Any:
     ``auto_axes`` are; else None.
     """
     meshes = {mesh_of(equation) for equation in jaxpr.jaxpr.eqns}
+    kinds = {mesh: getattr(mesh, "axis_types", ()) for mesh in meshes}
+    if any(AxisType.Manual in each for each in kinds.values()):  # `vmap` makes constants outside of a shard map
+        meshes = {mesh for mesh in meshes if kinds[mesh]}
     ambient = jax.sharding.get_abstract_mesh() if len(meshes) > 1 else None
     return ambient if ambient in meshes else None
 

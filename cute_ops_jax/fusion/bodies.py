@@ -104,11 +104,13 @@ def _cond(equation: JaxprEqn, programs: Sequence[Any], inputs: Sequence[Any]) ->
 
 
 def _while(equation: JaxprEqn, programs: Sequence[Any], inputs: Sequence[Any]) -> Any:
-    of_condition, of_body = equation.params["cond_nconsts"], equation.params["body_nconsts"]
-    condition, body = map(_typed, programs)
-    first, second = inputs[:of_condition], inputs[of_condition : of_condition + of_body]
-    carry = [jax.numpy.asarray(each) for each in inputs[of_condition + of_body :]]
-    return jax.lax.while_loop(lambda state: condition(*first, *state)[0], lambda state: body(*second, *state), carry)
+    # Bound as it is: the condition of a loop under `vmap` has one value for each example, which `while_loop` refuses.
+    (condition, of_condition), (body, of_body) = map(_retraced, programs)
+    params = equation.params
+    changed = {"cond_jaxpr": _compat.closed(condition), "cond_nconsts": params["cond_nconsts"] + len(of_condition)}
+    changed |= {"body_jaxpr": _compat.closed(body), "body_nconsts": params["body_nconsts"] + len(of_body)}
+    first = params["cond_nconsts"]
+    return _compat.bind(equation, [*of_condition, *inputs[:first], *of_body, *inputs[first:]], **changed)
 
 
 def _shard_map(equation: JaxprEqn, programs: Sequence[Any], inputs: Sequence[Any]) -> Any:

@@ -126,6 +126,25 @@ def test_around_grad_and_inside_vmap(name: str) -> None:
     same(jax.vmap(cute_ops_jax.fuse(function))(*many), jax.vmap(function)(*many))
 
 
+@pytest.mark.parametrize("mapped", [False, True])
+def test_loops_whose_examples_end_apart(mapped: bool) -> None:
+    """Under ``vmap`` the condition of a loop has a value for each example, also in a shard map."""
+    counts = jnp.asarray(KEY.permutation(B))
+
+    def one(x: Any, count: Any) -> Any:
+        return jax.lax.while_loop(lambda s: s[0] < count, lambda s: (s[0] + 1, rms(s[1], W) * 1.5), (0, x))[1]
+
+    each = jax.vmap(one)
+    function = each
+    if mapped:
+        mesh = jax.make_mesh((B,), ("b",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:B])
+        spec = jax.sharding.PartitionSpec("b")
+        function = jax.shard_map(each, mesh=mesh, in_specs=(spec, spec), out_specs=spec)
+    (entry,) = cute_ops_jax.fuse.report(function, X, counts).replaced
+    assert (entry.becomes, entry.where) == ("fused", "shard_map while" if mapped else "while")
+    same(jax.jit(cute_ops_jax.fuse(function))(X, counts), each(X, counts))
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_narrow_programs_have_the_same_meanings(dtype: str) -> None:
     """Constants that a 16-bit program rounds, and casts in between, are what they stand for."""
