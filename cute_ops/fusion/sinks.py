@@ -12,7 +12,7 @@ from typing import NamedTuple
 from cute_ops.expressions.graph import Expression
 from cute_ops.fusion.analyse import Found
 from cute_ops.fusion.express import COLUMNS, ONE, Leaf
-from cute_ops.fusion.graph import Node
+from cute_ops.fusion.graph import FLOATS, Node
 from cute_ops.fusion.lengths import below_views
 from cute_ops.fusion.region import Region
 from cute_ops.fusion.scores import quotient_of, softmax_of, unshifted
@@ -101,6 +101,8 @@ def with_column(view: Node, of_root: Mapping[Node, Found]) -> Column | None:
     if inner is None or len(inner.roots) != 1 or inner.rows != outer.rows:
         return None
     node, labels = below_views(column, (*leaf.labels[:-1], ONE))
+    while node.op == "cast" and node.args[0].dtype in FLOATS:  # a row of sinks may be widened or rounded when repeated
+        node, labels = below_views(node.args[0], labels)
     found = copy(inner)
     found.leaves = (*inner.leaves, Leaf(node, inner.rows, labels))
     found.region = Region([*inner.region.nodes, joined, *outer.region.nodes, *between], outer.region.roots)

@@ -47,7 +47,6 @@ def drawn(number: int) -> Step:
     window, sink = int(rng.integers(1, 9)), bool(layout == "bnhd" and heads != "vmap" and rng.random() < 0.25)
     if heads == "repeated" and sink:
         heads = "grouped"
-    wide = wide or sink  # a column of sinks beside scores in 16 bits is not always found
 
     def seen(lengths: Array) -> Array:
         """``[batch, heads of keys, queries, keys]``, of which some are 1."""
