@@ -31,6 +31,8 @@ from cute_ops.fusion.sinks import Column, Sink, softmax_with_sink, with_column
 HALVES = ("bfloat16", "float16")  # other dtypes have no kernel
 HEAD_SIZES = range(16, 257, 16)
 MOST_ROWS = 64  # queries of a head of keys, of a step of decoding
+_LEARNED = "an array that its scores are computed from may have a gradient: stop it where none is needed"
+_READ_WEIGHTS = "something else reads its weights"
 _OTHER_DTYPES = "its arrays or its result are not all of one 16-bit dtype"
 _MOVES = ("transpose", "reshape", "cast")
 _SHIFTS = (*_MOVES, "reduce", "broadcast")
@@ -200,7 +202,7 @@ def _weights(found: Found, root: Node, quotient: Quotient | None) -> Weights:
         at = found.roots.index(root)
         z = None if quotient is None else weights_of(expression, expression.outputs[at], expression.outputs[1 - at])
     if z is None:
-        raise _No("" if len(found.roots) > 1 else _why_no_softmax(found))
+        raise _No(_why_no_softmax(found))
     return Weights(found, z, quotient, sink, (found,))
 
 
@@ -212,7 +214,7 @@ def _of_column(column: Column, readers: _Readers, product: Node) -> Weights:
     """
     alone = readers.are(column.root, {product}, ("slice", "cast")) and readers.are(column.scores, {column.joined})
     inside = set(column.parts[1].region.nodes)
-    _require(alone and readers.are(column.joined, inside, _SHIFTS), "something else reads its weights")
+    _require(alone and readers.are(column.joined, inside, _SHIFTS), _READ_WEIGHTS)
     return Weights(column.found, column.found.expression.outputs[0], None, column.sink, column.parts)
 
 
@@ -276,7 +278,10 @@ def _quotient(found: Found) -> Quotient | None:
 def _why_no_softmax(found: Found) -> str:
     within = any(softmax_of(found.expression, i) is not None for i in range(len(found.expression.nodes)))
     of_scores = within and any(_before(leaf.node)[0].op == "contract" for leaf in found.leaves)
-    return "its weights change before they meet the values, as by dropout" if of_scores else ""
+    if not of_scores:
+        return ""
+    alone = len(found.roots) == 1
+    return "its weights change before they meet the values, as by dropout" if alone else _READ_WEIGHTS
 
 
 def beside_softmaxes(analysis: Analysis) -> set[Node]:
@@ -407,7 +412,7 @@ class _Attention:
         """The division behind the product, if there is one. Nothing else may read the weights."""
         readers = {self.product, *(() if self.quotient is None else self.whole.region.nodes)}
         alone = set(self.scores.region.roots) == set(self.whole.roots) and self.readers.are(root, readers)
-        _require(alone, "something else reads its weights")
+        _require(alone, _READ_WEIGHTS)
         if self.quotient is None:
             return ()
         self._require_quotient(self.quotient, root)
@@ -688,7 +693,7 @@ class _Attention:
         leaf = self.scores.leaves[operand]
         _require(leaf.rows == self.rows and not leaf.packed)
         fixed = leaf.node.dtype == "bool" or not _may_have_gradient(leaf.node, self.known)
-        _require(fixed, "an array that its scores are computed from may have a gradient")
+        _require(fixed, _LEARNED)
         rank = len(self.rows)
         shape = places_of(leaf, rank)
         groups = ((*self.lead,), tuple(i for i in (self.of_head, self.of_group) if i is not None),

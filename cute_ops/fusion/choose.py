@@ -77,7 +77,7 @@ def _obstacle(found: Found) -> str:
     if wrong is not None:
         return f"no op of ours takes {wrong}"
     tiles = (leaf.operand.kind.rows and leaf.operand.kind.columns for leaf in found.leaves)
-    return "" if any(tiles) else "it reads no tile"
+    return "" if any(tiles) else "none of its operands has rows and columns"
 
 
 def rotations_in(found: Found) -> set[Node]:

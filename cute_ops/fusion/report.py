@@ -76,6 +76,8 @@ class Report(list[Entry]):
             why = f": {entry.why}" if entry.why else ""
             said = f"{entry.becomes:{width}s} {_place(entry)}{_said(entry)}".rstrip()
             lines.append(f"  {entry.times:3d} x {said}{gain}{why}")
+        if not self:
+            lines.append("  it has only products, views and whole numbers, which run as they stand")
         if self.left:
             lines.append("left as they are")
         for entry in self.left:

@@ -26,9 +26,10 @@ def _entries(program: Program, where: str) -> Iterator[Entry]:
             continue
         if node in replaced:
             continue
-        said = _said(node, None if value is None else value.step)
+        step = None if value is None else value.step
+        said = _said(node, step)
         if said not in _SILENT and node.dtype in (*FLOATS, "float64"):
-            yield Entry("", said, "" if why == said else why, "", where, 1)
+            yield Entry("", said, _why(node, step, "" if why == said else why), "", where, 1)
     for node, why in program.stay.items():
         yield Entry("", "attention", why, text_of_shape(node.shape), where, 1)
     for body in program.bodies.values():
@@ -46,6 +47,24 @@ def _said(node: Node, step: Step | None) -> str:
     if node.op in ("opaque", "primitive", "reduce"):
         return str(node.attr[0] if isinstance(node.attr, tuple) else node.attr)
     return node.op
+
+
+def _why(node: Node, step: Step | None, why: str) -> str:
+    """The reason for which a node stays, where its name is not all of it."""
+    if node.op != "opaque" or step is None:
+        return why
+    if str(node.attr).startswith("custom_"):
+        return "it has a derivative of its own"
+    if node.attr == "stop_gradient":
+        return "what is computed with its value depends on it"
+    asks = node.attr == "dot_general" and step.equation.params.get("precision") is not None
+    return f"a product with precision {_precision(step)}" if asks else why
+
+
+def _precision(step: Step) -> str:
+    precision = step.equation.params["precision"]
+    both = precision if isinstance(precision, tuple) else (precision,)
+    return " and ".join(dict.fromkeys(getattr(each, "name", str(each)) for each in both))
 
 
 # Equations that compute nothing, or whose bodies have entries of their own.

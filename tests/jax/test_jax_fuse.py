@@ -211,7 +211,8 @@ def test_a_derivative_of_ones_own_is_kept() -> None:
     loss = cute_ops_jax.fuse(lambda x: straight_through(x).sum())
     np.testing.assert_array_equal(jax.grad(loss)(X), jnp.ones_like(X))
     report = cute_ops_jax.fuse.report(straight_through, X)
-    assert [entry.what for entry in report.left] == ["custom_jvp_call straight_through"]
+    (entry,) = report.left
+    assert (entry.what, entry.why) == ("custom_jvp_call straight_through", "it has a derivative of its own")
 
 
 def test_stopped_gradients_stop() -> None:
@@ -607,6 +608,15 @@ def test_report_shows_what_became_and_what_stays() -> None:
     assert str(report) == (
         "function: 1 parts replaced, 1 left\n    1 x rmsnorm [2, 4, 16]\nleft as they are\n    1 x cumsum"
     )
+
+
+def test_reports_of_what_only_multiplies() -> None:
+    report = cute_ops_jax.fuse.report(lambda x, w: x @ w, X, draw(N, N))
+    assert not report and str(report).splitlines()[1:] == [
+        "  it has only products, views and whole numbers, which run as they stand"
+    ]
+    (entry,) = cute_ops_jax.fuse.report(lambda x, w: jnp.dot(x, w, precision="high"), X, draw(N, N))
+    assert (entry.what, entry.why) == ("dot_general", "a product with precision HIGH")
 
 
 def test_numbers_of_rows_are_no_result_of_an_epilogue() -> None:

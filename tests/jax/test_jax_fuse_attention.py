@@ -351,10 +351,14 @@ def became(function: Callable[..., Any], *args: Any) -> list[str]:
 STAYS: dict[str, tuple[Callable[..., Any], tuple[Array, ...], str]] = {
     "bias with a gradient": (
         lambda q, k, v, b: mixed(dots(q, k) + b, v), (Q, K, V, draw(H, T, T)),
-        "an array that its scores are computed from may have a gradient",
+        "an array that its scores are computed from may have a gradient: stop it where none is needed",
     ),
     "weights": (
         lambda q, k, v: (mixed(dots(q, k), v), softmax(dots(q, k), v).max()), (Q, K, V),
+        "something else reads its weights",
+    ),
+    "weights in two dtypes": (
+        lambda q, k, v: (mixed(dots(q, k), v), softmax(dots(q, k), v).mean(1)), (Q, K, V),
         "something else reads its weights",
     ),
     "scores": (
