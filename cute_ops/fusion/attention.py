@@ -25,7 +25,17 @@ from cute_ops.fusion.graph import Graph as Program
 from cute_ops.fusion.graph import Node, Shape
 from cute_ops.fusion.lengths import Bound, Lengths, lengths_of
 from cute_ops.fusion.named import positive_number
-from cute_ops.fusion.scores import Known, Masks, Scores, places_of, quotient_of, softmax_of, weights_of, without_weight
+from cute_ops.fusion.scores import (
+    Known,
+    Masks,
+    Scores,
+    hides_all,
+    places_of,
+    quotient_of,
+    softmax_of,
+    weights_of,
+    without_weight,
+)
 from cute_ops.fusion.sinks import Column, Sink, softmax_with_sink, with_column
 
 HALVES = ("bfloat16", "float16")  # other dtypes have no kernel
@@ -147,7 +157,7 @@ def attentions(
 
     Attributes of each: ``parts``, a :class:`Part` for each of the three; ``scores``; ``reads``, a :class:`Read` for
     each other operand; ``out``, the sizes and the order of dims that bring ``[batch, sequence, heads, columns]`` to the
-    product; ``views``, what brings that to the root.
+    product; ``views``, what brings that to the root; ``unknown``, whether a query without keys gets NaN.
     """
     readers = _Readers(graph, analysis)
     of_root = {root: found for found in analysis.found for root in found.roots if len(found.roots) < 3}
@@ -403,7 +413,10 @@ class _Attention:
         parts["q"], scores = _unscaled(parts["q"], scores, contract, self.readers)
         sinks = self._sinks()
         attrs: dict[str, Any] = {"parts": parts, "scores": scores, "reads": reads, "out": rows, "views": views}
-        attrs |= {"said": _said(scores, sinks), "sinks": sinks, "decoding": self._decoding(parts, scores, contract)}
+        # Zeros in place of weights are those of a query without keys, too.
+        unknown = sinks is None and self.scores.expression is self.whole.expression and hides_all(scores)
+        attrs |= {"said": _said(scores, sinks), "sinks": sinks, "unknown": unknown}
+        attrs["decoding"] = self._decoding(parts, scores, contract)
         nodes = (*chain, *self.scores.region.nodes, self.product, *views, *(x for f in behind for x in f.region.nodes))
         operands = _operands(parts, reads, sinks)
         return Composite("attention", operands, attrs, (result,), nodes, (*self.founds, *behind))

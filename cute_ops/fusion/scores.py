@@ -346,6 +346,20 @@ def hides(expression: Expression, i: int) -> bool:
     return number is not None and not isinstance(number, bool) and number <= _HIDDEN
 
 
+def hides_all(scores: Scores) -> bool:
+    """Whether a mask that is not known may give a query only scores of -inf, whose softmax is NaN."""
+    if scores.expression is None:
+        return False
+    nodes, waiting, seen = scores.expression.nodes, [scores.output], {scores.output}
+    while waiting:
+        node = nodes[waiting.pop()]
+        if node.number == -math.inf:
+            return True
+        waiting += [arg for arg in node.args if arg not in seen]
+        seen.update(node.args)
+    return False
+
+
 def band(allowed: np.ndarray[Any, Any], queries: int, keys: int) -> tuple[int, int] | None:
     """How many keys before and after its own each query attends to, -1 for all of them; None if that is no band, or a
     query may attend to nothing.

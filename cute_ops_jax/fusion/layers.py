@@ -144,7 +144,9 @@ def _attention(found: Composite) -> Callable[..., list[Any]]:
     def call(given: dict[str, Any]) -> list[Any]:
         arrays = [jnp.reshape(jnp.transpose(given[name], part.order), part.shape) for name, part in parts.items()]
         captured = [_as_read(given[f"captured{i}"], read) for i, read in enumerate(reads)]
-        out, _ = function(*arrays, *captured, sinks=None if sinks is None else _by_head(sinks, given), **attrs)
+        out, lse = function(*arrays, *captured, sinks=None if sinks is None else _by_head(sinks, given), **attrs)
+        if found.attrs["unknown"]:
+            out = jnp.where(jnp.swapaxes(lse, 1, 2)[..., None] > -jnp.inf, out, jnp.asarray(jnp.nan, out.dtype))
         return [_as_viewed(out, found.attrs["out"], views)]
 
     return call

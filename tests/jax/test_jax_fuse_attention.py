@@ -440,3 +440,26 @@ def test_a_mask_that_several_layers_read(known: bool) -> None:
     assert (entry.times, entry.what.endswith("causal")) == (3, known)
     got, want = (jax.jit(f)(Q, K, V, PADDING) for f in (cute_ops_jax.fuse(function), function))
     np.testing.assert_allclose(wide(got), wide(want), rtol=0.03, atol=0.03)
+
+
+@pytest.mark.parametrize("form", ["where", "added", "beside causal", "divided behind"])
+def test_queries_without_keys(form: str) -> None:
+    """The softmax of scores that are all -inf is NaN."""
+    mask = jnp.asarray(RNG.random((B, 1, T, T)) < 0.3)
+    mask = mask.at[0, 0, 1].set(False).at[1, 0, T - 1, T - 1].set(True)
+
+    def function(q: Array, k: Array, v: Array, mask: Array) -> Array:
+        scores = wide(dots(q, k))
+        if form == "added":
+            return mixed(scores + jnp.where(mask, 0.0, -jnp.inf), v)
+        scores = jnp.where(mask & lower() if form == "beside causal" else mask, scores, -jnp.inf)
+        if form != "divided behind":
+            return mixed(scores, v)
+        e = jnp.exp(scores - scores.max(-1, keepdims=True))
+        out = jnp.einsum("bhqk,bkhd->bqhd", e.astype(v.dtype), v)
+        return out / e.sum(-1).swapaxes(1, 2)[..., None].astype(v.dtype)
+
+    assert became(function, Q, K, V, mask) == ["attention"]
+    got, want = (np.asarray(jax.jit(f)(Q, K, V, mask), "float32") for f in (cute_ops_jax.fuse(function), function))
+    assert np.isnan(want).any() and not np.isnan(want).all()
+    np.testing.assert_allclose(got, want, rtol=0.03, atol=0.03)
