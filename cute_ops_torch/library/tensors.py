@@ -105,6 +105,8 @@ def readable(declared: Declared, tensor: torch.Tensor) -> torch.Tensor:
     contiguous = not has_contiguous(declared) or contiguous_axis(declared, shape, strides) is not None
     if contiguous and (not declared.merged or declared.is_merged(shape, strides)):
         return tensor
+    if not declared.axes:  # no dim has to be contiguous
+        return tensor.contiguous()
     order = declared.memory_order(tensor.ndim, declared.axes[0])
     return tensor.permute(order).contiguous().permute([order.index(dim) for dim in range(tensor.ndim)])
 

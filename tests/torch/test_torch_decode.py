@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import random
 import re
 from functools import partial
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -335,6 +337,21 @@ def check_merge(device: str, dtype: torch.dtype, e: int) -> None:
 
 def test_merged_states() -> None:
     check_merge("cpu", torch.bfloat16, 16)
+
+
+@pytest.mark.parametrize("batched", [every for n in (1, 2, 3, 4) for every in combinations(range(4), n)])
+def test_merged_states_under_vmap(batched: tuple[int, ...]) -> None:
+    """Results and log-sums that examples share are repeated for each, along drawn dims of those that they do not."""
+    rng = random.Random(str(batched))
+    examples, shapes = 3, ((2, 5, 3, 8), (2, 3, 5)) * 2
+    given = [torch.randn(*(examples,) * (i in batched), *shape) for i, shape in enumerate(shapes)]
+    dims = [rng.randint(-len(shapes[i]) - 1, len(shapes[i])) if i in batched else None for i in range(4)]
+    moved = [x if dim is None else x.movedim(0, dim) for x, dim in zip(given, dims, strict=True)]
+    found = torch.vmap(cute_ops_torch.merge_states, in_dims=tuple(dims))(*moved)
+    for example in range(examples):
+        own = [x[example] if i in batched else x for i, x in enumerate(given)]
+        for one, each in zip(cute_ops_torch.merge_states(*own), found, strict=True):
+            torch.testing.assert_close(each[example], one)
 
 
 @pytest.mark.gpu
