@@ -16,6 +16,7 @@ from cute_ops.declaration.op import Op
 from cute_ops.declaration.program import Program
 from cute_ops.declaration.shapes import FLOATS, ITEMSIZE
 from cute_ops.declaration.tensor import Tensor
+from cute_ops.ops.checks import NOT_NEGATIVE, within
 from cute_ops.ops.norm import group_norm as steps
 from cute_ops.ops.norm.group_config import on_chip
 
@@ -207,6 +208,9 @@ def _last_bwd(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
 # --- declarations ----------------------------------------------------------------------------------------------------
 
 
+_check_eps = within(eps=NOT_NEGATIVE)
+
+
 def _check(binding: Binding) -> str | None:
     groups, channels, positions = binding.attrs["groups"], binding.dims["c"], binding.dims["s"]
     if not groups >= 1 or (isinstance(channels, int) and channels % groups):
@@ -214,7 +218,7 @@ def _check(binding: Binding) -> str | None:
     for name, size, what in (("c", channels, "channel"), ("s", positions, "position")):
         if isinstance(size, int) and size < 1:
             return f"argument `x` has {name}=0, expected at least one {what}."
-    return None
+    return _check_eps(binding)
 
 
 _PARAMETERS = {"weight": Tensor("c", "W", optional=True), "bias": Tensor("c", "B", optional=True)}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import prod
+from math import inf, prod
 from numbers import Integral
 from typing import Any, Generic, TypeVar
 
 from cute_ops.composite.group_norm import group_norm_first, group_norm_last, group_norm_long, is_long
 from cute_ops.errors import shown
+from cute_ops.ops.checks import check_flag
 from cute_ops.ops.rotary.rope import rope, rope_packed, rope_tables
 
 Array = TypeVar("Array")
@@ -71,10 +72,12 @@ class Layouts(Generic[Array]):
 
         Raises:
             TypeError: a dtype that is not listed.
-            ValueError: fewer than two dims, channels that groups do not divide, no channel, no position.
+            ValueError: fewer than two dims, an ``eps`` that is negative or not finite, channels that groups do not
+                divide, no channel, no position.
 
         Source: Wu and He, Group Normalization, 2018.
         """
+        check_flag("group_norm", "channels_last", channels_last)
         given = self._array(x)
         shape = tuple(given.shape)
         if len(shape) < 2:
@@ -125,6 +128,7 @@ class Layouts(Generic[Array]):
 
         Source: Su et al., RoFormer, 2021; Wang et al., Qwen2-VL, 2024.
         """
+        check_flag("rope_from_positions", "mixed", mixed)
         given, at = self._array(x), self._array(positions)
         if not isinstance(sections, tuple | list):
             problem = f"option `sections` is {shown(sections)}, expected whole numbers."
@@ -180,7 +184,7 @@ def _problem(x: Sequence[Any], positions: Sequence[Any], options: tuple[Any, ...
 
 def _wrong_number(base: Any, heads: Any, sections: tuple[Any, ...], r: int) -> str:
     """The problem with these options of a head of r angles; empty if nothing is."""
-    if isinstance(base, int | float) and not base > 0:  # under jit it may be no number yet
+    if isinstance(base, int | float) and not 0 < base < inf:  # under jit it may be no number yet
         return f"option `base` is {shown(base)}, expected a positive number."
     if isinstance(heads, bool) or not isinstance(heads, Integral) or heads < 0:
         return f"option `heads` is {shown(heads)}, expected how many heads are rotated, or 0."

@@ -17,6 +17,7 @@ from cute_ops.declaration.program import FUSED, ProductPlan, Program
 from cute_ops.declaration.shapes import FLOATS
 from cute_ops.declaration.split import Sharding
 from cute_ops.declaration.tensor import Accumulation, Tensor
+from cute_ops.ops.checks import NOT_NEGATIVE, within
 from cute_ops.ops.expression.fused import fused
 from cute_ops.ops.gemm.fused import fused_linear
 from cute_ops.ops.gemm.linear import exact, linear, linear_acc, product_gradients
@@ -94,6 +95,7 @@ def scaled_rows() -> Op:
 
 COMMON: dict[str, Any] = {
     "dtypes": {"T": FLOATS, "W": FLOATS}, "attrs": {"eps": 1e-6, "fused": FUSED}, "static": (), "cases": CASES,
+    "check": within(eps=NOT_NEGATIVE),
 }  # fmt: skip
 
 

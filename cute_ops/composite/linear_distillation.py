@@ -125,7 +125,15 @@ def _check(binding: Binding) -> str | None:
     if problem := linear.check_chunk_rows(binding):
         return problem
     accum = None if binding.attrs["accum_dtype"] == AUTO else linear.check_accum(binding)
-    return check(binding) or no_columns(binding, "weight") or accum or _check_target(binding)
+    return check(binding) or no_columns(binding, "weight") or accum or _check_target(binding) or _check_sizes(binding)
+
+
+def _check_sizes(binding: Binding) -> str | None:
+    for name, dim in (("hidden", "h"), ("teacher_hidden", "i")):
+        size = binding.dims[dim]
+        if isinstance(size, int) and size < 1:
+            return f"argument `{name}` has {dim}=0, expected at least 1."
+    return None
 
 
 def _check_target(binding: Binding) -> str | None:

@@ -112,9 +112,11 @@ KINDS = (*PAIRS, "kto")
 ALONE, AVERAGED = ("orpo", "simpo", "cpo"), ("orpo", "simpo")
 # By kind: the range of ``label_smoothing`` in words, and whether a number is in it.
 SMOOTHED: Mapping[str, tuple[str, Callable[[float], bool]]] = {
+    **dict.fromkeys(("dpo", "cpo", "simpo"), ("from 0 to 1", lambda share: 0 <= share <= 1)),
     "robust": ("at least 0 and below 0.5", lambda share: 0 <= share < 0.5),
     "exo_pair": ("above 0 and below 1", lambda share: 0 < share < 1),
 }
+PLAIN: tuple[str, Callable[[float], bool]] = ("0", lambda share: share == 0)  # of other kinds
 
 
 def kto(xp: Any, ratios: Any, desirable: Any, beta: float, kl: Any) -> Any:

@@ -14,6 +14,7 @@ from cute_ops.composite.public import continued
 from cute_ops.constants import make_room
 from cute_ops.declaration.op import Op
 from cute_ops.declaration.shapes import Array as Spec
+from cute_ops.ops.checks import check_flag
 from cute_ops.ops.expression.broadcast import Fit
 from cute_ops.ops.expression.call import Attrs, key_of
 from cute_ops.ops.gemm import by_call
@@ -114,13 +115,15 @@ class Products(ABC, Generic[Array]):
         if self.converts():
             x, weight = self.operands(x, weight)
         if epilogue is None:
-            if operands or attrs or halves or packed or save != "pre":
+            if operands or attrs or halves is not False or packed is not False or save != "pre":
                 by_call.without_epilogue(operands, attrs, halves, packed, save)
+            check_flag("linear", "transposed", transposed)
             matrix: Any = weight
             dims = matrix.ndim
             run = self.plain if dims <= 2 else self._batches()
             return run(x, matrix.mT if transposed and dims > 1 else matrix, fused)
-        layout = by_call.weight_shape(packed, transposed, halves) if packed or transposed or halves else _PLAIN
+        plain = packed is transposed is halves is False
+        layout = _PLAIN if plain else by_call.weight_shape(packed, transposed, halves)
         given = x, weight, *operands
         function, fitted = self.with_epilogue(_LINEAR, epilogue, given, layout, save, attrs)
         return function(x, weight, *fitted, fused)

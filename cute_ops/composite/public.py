@@ -8,6 +8,7 @@ from inspect import Signature, cleandoc, signature
 from typing import Any, TypeVar
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+Made = TypeVar("Made")
 
 
 def continued(text: str) -> Callable[[Function], Function]:
@@ -18,6 +19,20 @@ def continued(text: str) -> Callable[[Function], Function]:
         return function
 
     return decorate
+
+
+def flags_checked(make: Callable[..., Made]) -> Callable[..., Made]:
+    """``make``, which raises TypeError for a flag that is no bool: one that is true without being it, as is ``"no"``,
+    and two ops that would have one name.
+    """
+    flags = [place for place, p in enumerate(signature(make).parameters.values()) if p.annotation == "bool"]
+
+    def checked(*options: Any) -> Made:
+        if any(type(options[place]) is not bool for place in flags if place < len(options)):
+            raise TypeError("a flag is no bool")  # `suggesting` says which one
+        return make(*options)
+
+    return checked
 
 
 def published(method: Function, module: str, array: str, checked: Callable[[Function], Function]) -> Function:

@@ -16,6 +16,7 @@ from cute_ops.declaration.shapes import FLOATS
 from cute_ops.declaration.split import Sharding
 from cute_ops.declaration.tensor import Tensor
 from cute_ops.ops.batches import each
+from cute_ops.ops.checks import NOT_NEGATIVE, within
 from cute_ops.ops.expression.call import Attrs
 from cute_ops.ops.gemm.by_call import Epilogue, Shapes, Traced, check_save, op_of_traced, refuse_batch, traced
 from cute_ops.ops.gemm.halves import PACKED, STACKED, stack_halves
@@ -196,6 +197,6 @@ def _declare(name: str, product: Op, inputs: Mapping[str, Tensor], **more: Any) 
         name, inputs={**inputs, **operands, "norm_weight": NORM}, outputs=product.outputs, reference=reference,
         attrs={"eps": 1e-6, "fused": FUSED}, kernel=Program(run, (rmsnorm, product), maps=True), static=(),
         cases=CASES, dtypes={**product.accepts, "T": FLOATS, "W": FLOATS},
-        doc=f"RMSNorm and a linear layer.\n\n{DOC}", called="rmsnorm_linear",
+        doc=f"RMSNorm and a linear layer.\n\n{DOC}", called="rmsnorm_linear", check=within(eps=NOT_NEGATIVE),
         sharding=Sharding(tuple(dim for dim in product.parallel if dim == "n")), **more,
     )  # fmt: skip

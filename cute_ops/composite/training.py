@@ -117,7 +117,8 @@ class Training(Generic[Array]):
             beta: the temperature of preferences; of ORPO the weight of its loss.
             alpha: weight of the loss of the chosen tokens, which ORPO and CPO have as 1.
             gamma: the margin of SimPO.
-            label_smoothing: how often preferences are wrong; for DPO, CPO, SimPO, ``robust`` and ``exo_pair``.
+            label_smoothing: how often preferences are wrong; for DPO, CPO, SimPO, ``robust`` and ``exo_pair``; 0
+                for others.
             tau: the temperature of DiscoPOP's weights.
             average: divide log-probabilities by the number of tokens that are not ignored; None: of ORPO and SimPO.
             desirable: bools ``[b]``, for KTO.
@@ -211,6 +212,7 @@ class Training(Generic[Array]):
         function, xp, labels = "linear_policy_loss", self._xp, self._array(target)
         self._check_kind(function, kind, POLICIES)
         self._check_kind(function, level, LEVELS[: 1 if kind == "cispo" else 2], "level")
+        self._check_most(function, max_tokens)
         self._check_dims(function, labels)
         gain = self._numbers(function, "advantages", advantages, labels.shape[:1], hidden)[:, None]
         earlier, reference, factor = (
@@ -357,6 +359,12 @@ class Training(Generic[Array]):
         if isinstance(value, bool) != (kind is bool) or not isinstance(value, Integral):
             raise TypeError(f"cute.{function}: option `{option}` must be {kind.__name__}, got {shown(value)}.")
 
+    def _check_most(self, function: str, max_tokens: int) -> None:
+        """Raise unless this is a number of tokens, or 0."""
+        self._check_type(function, "max_tokens", max_tokens, int)
+        if max_tokens < 0:
+            raise ValueError(f"cute.{function}: option `max_tokens` is {max_tokens}, expected at least 0.")
+
     def _check_dims(self, function: str, target: Any) -> None:
         """Raise ValueError unless targets are those of sequences."""
         if len(target.shape) != 2:
@@ -398,8 +406,8 @@ class Training(Generic[Array]):
             raise ValueError(f"cute.{name}: argument `reference` is None, which {kind!r} needs.")
         if kind == "kto" and desirable is None:
             raise ValueError(f"cute.{name}: argument `desirable` is None, which 'kto' needs.")
-        text, inside = preferences.SMOOTHED.get(kind, ("", None))
-        if inside and not inside(label_smoothing):
+        text, inside = preferences.SMOOTHED.get(kind, preferences.PLAIN)
+        if not inside(label_smoothing):
             problem = f"option `label_smoothing` is {shown(label_smoothing)}, expected {text} for {kind!r}."
             raise ValueError(f"cute.{name}: {problem}")
         sequences = int(target.shape[0])

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from typing import Any
 
 from cute_ops.declaration.binding import Binding
+from cute_ops.errors import is_array, shown
 
 LARGEST = sys.float_info.max
 FINITE, NOT_NEGATIVE = (-LARGEST, LARGEST), (0.0, LARGEST)
@@ -28,6 +30,13 @@ def within(**bounds: tuple[float, float]) -> Callable[[Binding], str | None]:
         return None
 
     return check
+
+
+def check_flag(function: str, option: str, value: Any) -> None:
+    """Raise TypeError unless an option of a function is a bool: ``"no"`` would be true."""
+    if type(value) is not bool:
+        problem = f"is {shown(value)}, expected none" if is_array(value) else f"must be bool, got {shown(value)}"
+        raise TypeError(f"cute.{function}: option `{option}` {problem}.")
 
 
 def _range(least: float, most: float) -> str:

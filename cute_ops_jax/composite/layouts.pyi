@@ -38,7 +38,8 @@ def group_norm(
 
     Raises:
         TypeError: a dtype that is not listed.
-        ValueError: fewer than two dims, channels that groups do not divide, no channel, no position.
+        ValueError: fewer than two dims, an ``eps`` that is negative or not finite, channels that groups do not
+            divide, no channel, no position.
 
     Source: Wu and He, Group Normalization, 2018.
     """

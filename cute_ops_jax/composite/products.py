@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from cute_ops.composite.products import Caller, Function, Products
+from cute_ops.composite.public import flags_checked
 from cute_ops.declaration.op import Op
 from cute_ops.ops.expression.broadcast import Fit
 from cute_ops.ops.gemm.by_call import Epilogue
@@ -32,7 +33,8 @@ class JaxProducts(Products[Array]):
         return register(op)
 
     def functions(self, make: Callable[..., Op]) -> Callable[..., Function]:
-        return cache(lambda *options: register(make(*options)))
+        checked = flags_checked(make)
+        return cache(lambda *options: register(checked(*options)))
 
     def expanded(self, array: Array, fit: Fit) -> Array:
         return jnp.broadcast_to(array.reshape(fit.own), fit.sizes)

@@ -85,7 +85,8 @@ def linear_preference_loss(
         beta: the temperature of preferences; of ORPO the weight of its loss.
         alpha: weight of the loss of the chosen tokens, which ORPO and CPO have as 1.
         gamma: the margin of SimPO.
-        label_smoothing: how often preferences are wrong; for DPO, CPO, SimPO, ``robust`` and ``exo_pair``.
+        label_smoothing: how often preferences are wrong; for DPO, CPO, SimPO, ``robust`` and ``exo_pair``; 0
+            for others.
         tau: the temperature of DiscoPOP's weights.
         average: divide log-probabilities by the number of tokens that are not ignored; None: of ORPO and SimPO.
         desirable: bools ``[b]``, for KTO.

@@ -104,6 +104,8 @@ def _caller(op: Op, header: inspect.Signature, axes: Axes = (), what: str = "") 
         attrs = Exact((name, bound.arguments[name]) for name in op.keywords)
         options = {name: bound.arguments[name] for name in op.options}
         inplace = options.pop("inplace_backward", False)
+        if not isinstance(inplace, bool):
+            raise TypeError(message(op, f"option `inplace_backward` must be bool, got {shown(inplace)}."))
         if op.finish:
             op.finish.check(op.name, options)
         if axes:
@@ -116,9 +118,9 @@ def _caller(op: Op, header: inspect.Signature, axes: Axes = (), what: str = "") 
             found.get(n, found.get(t.same_as) if t.same_as else None) for n, t in op.results.items() if not t.hidden
         ]
         if op.finish is not None:
-            shown = dict(zip(op.shown, results, strict=True))
+            public = dict(zip(op.shown, results, strict=True))
             whole = {name: given.get(name) for name in op.inputs}
-            results = list(op.finish.apply(jnp, whole, shown, dict(attrs), **options).values())
+            results = list(op.finish.apply(jnp, whole, public, dict(attrs), **options).values())
         return results[0] if len(results) == 1 else tuple(results)
 
     return _describe(call, op, header)

@@ -12,7 +12,7 @@ import torch
 from torch import distributed, nn
 
 import cute_ops_torch
-from cute_ops.composite.preferences import log_odds, logsigmoid
+from cute_ops.composite.preferences import SMOOTHED, log_odds, logsigmoid
 from cute_ops_torch.compat.refusal import missing, one_of, only
 from cute_ops_torch.composite.autocast import autocast_given
 
@@ -136,8 +136,9 @@ class LigerFusedLinearDPOLoss(_Preference):
             "LigerFusedLinearDPOLoss", (ref_input, ref_weight, ref_bias), target, self.use_ref_model,
             ignore_index=self.ignore_index, average=self.average,
         )  # fmt: skip
-        # Liger's DPO without a kind does not smooth.
-        smoothing = 0.0 if self.loss_type == "sigmoid" else self.label_smoothing
+        # Liger's DPO without a kind does not smooth, and other kinds ignore it.
+        smooths = self.loss_type != "sigmoid" and self.kind in SMOOTHED
+        smoothing = self.label_smoothing if smooths else 0.0
         return self._loss(lin_weight, _input, target, bias, reference, label_smoothing=smoothing, tau=self.discopop_tau)
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from inspect import signature
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
+from cute_ops.composite.public import flags_checked
 from cute_ops.declaration.op import Op
 from cute_ops_torch.composite.compile_guards import capture, captured, function_of, guard_zero, problem
 from cute_ops_torch.host.traced_constants import static
@@ -41,14 +41,7 @@ def traced(make: Callable[..., Op], namespace: str = "cute") -> Callable[..., An
 
 def functions(make: Callable[..., Op]) -> Callable[..., Callable[..., Any]]:
     """``function(*options)``: that of the op ``make(*options)``, or what torch.compile calls in its place."""
-    flags = [place for place, p in enumerate(signature(make).parameters.values()) if p.annotation == "bool"]
-
-    def checked(*options: Any) -> Op:
-        # Two ops that differ in a flag's type alone would have one name.
-        if any(type(options[place]) is not bool for place in flags if place < len(options)):
-            raise TypeError("a flag is no bool")
-        return make(*options)
-
+    checked = flags_checked(make)
     while_traced, known = traced(checked), cache(lambda *options: define(checked(*options)).function)
 
     def function(*options: Any) -> Any:

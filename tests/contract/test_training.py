@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cute_ops.composite.preferences import SMOOTHED
 from tests.contract.adapters import Adapter
 
 torch = pytest.importorskip("torch")
@@ -64,7 +65,8 @@ def test_preferences(adapter: Adapter, kind: str) -> None:
     reference = tokens.sum(-1)
     desirable = np.arange(SEQUENCES) % 3 > 0
     classes, before, wanted = (adapter.array(a) for a in (target, reference, desirable))
-    options = {"kind": kind, "beta": 0.3, "gamma": 0.4, "label_smoothing": 0.1, "kl": 0.2}
+    smoothing = 0.1 if kind in SMOOTHED else 0.0
+    options = {"kind": kind, "beta": 0.3, "gamma": 0.4, "label_smoothing": smoothing, "kl": 0.2}
     options["alpha"] = 0.0 if kind == "kto" else 0.7
 
     def ours(hidden: Any, weight: Any) -> Any:

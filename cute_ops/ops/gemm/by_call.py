@@ -21,6 +21,7 @@ from cute_ops.expressions.graph import Expression
 from cute_ops.expressions.text import parse, text_of
 from cute_ops.expressions.tracing import trace
 from cute_ops.ops.batches import each
+from cute_ops.ops.checks import check_flag
 from cute_ops.ops.expression import many
 from cute_ops.ops.expression.broadcast import Fit, Refuse, fit
 from cute_ops.ops.expression.call import Arrays, Attrs, check_attributes, digest, readable, remembered
@@ -264,8 +265,12 @@ def weight_shape(packed: bool, transposed: bool, halves: bool = False, caller: s
     """The weight's shape as :func:`fused_linear` takes it; ``2 n`` for ``2n`` where halves are a dim.
 
     Raises:
+        TypeError: one of them is no bool.
         ValueError: ``halves`` of a weight that is not packed.
     """
+    if not type(packed) is type(transposed) is type(halves) is bool:
+        for name, flag in (("packed", packed), ("transposed", transposed), ("halves", halves)):  # type: ignore[unreachable]
+            check_flag(caller, name, flag)
     if halves and not packed:
         raise ValueError(f"cute.{caller}: option `halves` is for packed weights, expected `packed` too.")
     n = STACKED if halves else PACKED if packed else "n"
@@ -301,6 +306,7 @@ def without_epilogue(
     """Raise TypeError for what an epilogue would read, and ValueError for another value of ``save``."""
     check_save(save)
     for name, has_halves in (("halves", halves), ("packed", packed)):
+        check_flag("linear", name, has_halves)
         if has_halves:
             raise TypeError(f"cute.linear: `{name}` was given, but no epilogue that reads halves.")
     if operands or attrs:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cute_ops.declaration.case import Case
+from cute_ops.ops.checks import FINITE, NOT_NEGATIVE, within
 from cute_ops.ops.expression.fused import fused
 
 ROW: Mapping[str, Any] = {"axis": -1, "keepdims": True}
@@ -35,11 +36,12 @@ _X = """x: ``T[*m h n]``: (batch, seqlen, nheads, headdim), or (tokens, nheads, 
             Tokens and heads may have any stride: q or k of a fused projection, without a copy."""
 _RAISES = """Raises:
         TypeError: a dtype that is not listed.
-        ValueError: shapes that do not fit, a last dim that is not contiguous, 2^31 heads or more."""
+        ValueError: shapes that do not fit, an attribute out of its range, a last dim that is not contiguous, 2^31 heads
+            or more."""
 
 head_rmsnorm = fused(
     _head_rmsnorm, name="head_rmsnorm", operands={"x": "*m n", "weight": "h n"}, cases=CASES,
-    attrs={"eps": 1e-6, "weight_offset": 0.0},
+    attrs={"eps": 1e-6, "weight_offset": 0.0}, check=within(eps=NOT_NEGATIVE, weight_offset=FINITE),
     grad_doc="Gradients of :func:`head_rmsnorm`: as :func:`rmsnorm_bwd`, with sums over tokens for each head.",
     doc=f"""RMSNorm of every head, with a weight of each head's own.
 
@@ -62,7 +64,7 @@ head_rmsnorm = fused(
 
 head_layernorm = fused(
     _head_layernorm, name="head_layernorm", operands={"x": "*m n", "weight": "h n", "bias": "h n"}, cases=LAYER_CASES,
-    attrs={"eps": 1e-5},
+    attrs={"eps": 1e-5}, check=within(eps=NOT_NEGATIVE),
     grad_doc="Gradients of :func:`head_layernorm`: as :func:`layernorm_bwd`, with sums over tokens for each head.",
     doc=f"""Layer norm of every head, with a weight and a bias of each head's own.
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from cute_ops.declaration.case import Case
 from cute_ops.ops import docs
+from cute_ops.ops.checks import NOT_NEGATIVE, within
 from cute_ops.ops.expression.fused import fused
 
 CASES = (
@@ -23,6 +24,7 @@ def _l2norm(xp: Any, x: Any, *, eps: float) -> Any:
 
 l2norm = fused(
     _l2norm, name="l2norm", operands={"x": "*m n"}, attrs={"eps": 1e-6}, cases=CASES,
+    check=within(eps=NOT_NEGATIVE),
     grad_doc="Gradient of :func:`l2norm`: ``r * (dout - out * sum(dout * out))`` with ``r = rsqrt(sum(x^2) + eps)``.",
     doc=f"""Rows divided by their length.
 
@@ -37,7 +39,7 @@ l2norm = fused(
 
     Raises:
         TypeError: a dtype that is not listed.
-        ValueError: a last dim that is not contiguous.
+        ValueError: an attribute out of its range, a last dim that is not contiguous.
 
     Source: queries and keys of linear attention: Yang et al., Gated Delta Networks, 2024.
     """,
