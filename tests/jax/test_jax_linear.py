@@ -462,3 +462,9 @@ def test_a_known_call_neither_chooses_nor_registers(monkeypatch: pytest.MonkeyPa
     np.testing.assert_array_equal(np.stack(calls()), np.stack(expected))
     with pytest.raises(TypeError, match="'NoneType' object is not callable"):
         cute_ops_jax.linear(x, weight[:7], bias[:7], epilogue="gelu")
+
+
+def test_a_function_of_jax_is_no_epilogue() -> None:
+    said = "cute.linear: argument `epilogue` is jax's gelu, expected a function of xp and the product, such as"
+    with pytest.raises(TypeError, match=said):
+        cute_ops_jax.linear(jnp.ones((3, 16)), jnp.ones((8, 16)), epilogue=jax.nn.gelu)

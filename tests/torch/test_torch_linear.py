@@ -556,6 +556,10 @@ def test_calls_that_are_refused() -> None:
     refused(NotImplementedError, reduced, x, weight.expand(2, 8, 16), epilogue=text)
     few = "cute.linear: the epilogue gelu_add reads `bias`, `residual` besides the product; 0 were given."
     refused(TypeError, few, x, weight, epilogue=gelu_add)
+    functions = torch.nn.functional
+    for name, of_torch in {"silu": functions.silu, "gelu": functions.gelu, "GELU": torch.nn.GELU()}.items():
+        library = f"cute.linear: argument `epilogue` is torch's {name}, expected a function of xp and the product, such"
+        refused(TypeError, library, x, weight, epilogue=of_torch)
     unread = 'cute.linear: operand 1 was given, but no epilogue that reads it. epilogue="bias" adds one number for each'
     refused(TypeError, unread, x, weight, bias)
     refused(TypeError, "cute.linear: `slope` was given, but no epilogue that reads it.", x, weight, slope=2.0)

@@ -437,6 +437,9 @@ def _meant(epilogue: Any, caller: str) -> Epilogue:
         if not callable(epilogue):
             came = type(epilogue).__name__
             raise TypeError(f"cute.{caller}: argument `epilogue` must be a function, or a text, got {came}.")
+        if (library := str(getattr(epilogue, "__module__", "")).partition(".")[0]) in ("torch", "jax"):
+            problem = f"argument `epilogue` is {library}'s {_name(epilogue)}, expected a function of xp and the product"
+            raise TypeError(f"cute.{caller}: {problem}, such as lambda xp, acc: xp.silu(acc).")
         header_of(epilogue, f"cute.{caller}: argument `epilogue`")
         if hasattr(epilogue, "by_call"):
             problem = f"argument `epilogue` is {_name(epilogue)} as `fused` decorates it, whose callers leave out `xp`"
