@@ -5,7 +5,7 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as hopper
 
-from cute_ops.kernels.attention.tiles import view
+from cute_ops.kernels.attention.tensors import view
 
 FAR = 1 << 22  # a box behind the last one of each page, which has zeros
 EVICT_FIRST = 0x12F0000000000000  # a policy of L2: what is read once

@@ -26,7 +26,8 @@ from cute_ops.kernels.attention.mods import Mods, by_index
 from cute_ops.kernels.attention.ranges import Ranges
 from cute_ops.kernels.attention.registers import exp2
 from cute_ops.kernels.attention.sums import elements_of
-from cute_ops.kernels.attention.tiles import Sizes, address_of, offsets_of, row_at, sizes_of, view
+from cute_ops.kernels.attention.tensors import address_of, row_at, view
+from cute_ops.kernels.attention.tiles import Sizes, offsets_of, sizes_of
 from cute_ops.kernels.lib.activation import LOG2_E
 from cute_ops.kernels.lib.copy import fragment, load_if, store_if
 from cute_ops.kernels.lib.matrix import folded

@@ -19,19 +19,8 @@ from cute_ops.kernels.attention.products import (
     tma_copies,
 )
 from cute_ops.kernels.attention.registers import by_row, store_packed
-from cute_ops.kernels.attention.tiles import (
-    REGISTERS,
-    Moved,
-    Sizes,
-    Tile,
-    Tiles,
-    by_sequence,
-    partition,
-    place_of,
-    ring,
-    slots,
-    transposed,
-)
+from cute_ops.kernels.attention.tensors import Moved, by_sequence, partition, ring, slots, transposed
+from cute_ops.kernels.attention.tiles import REGISTERS, Sizes, Tile, Tiles, place_of
 from cute_ops.kernels.attention.weights import Weights, of_columns
 from cute_ops.kernels.lib.copy import compiler_barrier
 from cute_ops.kernels.tensor_core.sizes import MMA_M, WARPGROUP

@@ -9,7 +9,7 @@ from cutlass.utils import hopper_helpers as hopper
 
 from cute_ops.kernels.attention.bwd_queries_sm90 import QueriesBackward
 from cute_ops.kernels.attention.sums import CHUNK, TOGETHER, SumsOfTiles, add_four
-from cute_ops.kernels.attention.tiles import address_of, slots, transposed
+from cute_ops.kernels.attention.tensors import address_of, slots, transposed
 from cute_ops.kernels.tensor_core.sizes import WARPGROUP
 
 # Named barriers: both warpgroups have read ds and weights; all of them lie in shared memory.

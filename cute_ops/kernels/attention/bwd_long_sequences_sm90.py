@@ -12,7 +12,8 @@ from cute_ops.kernels.attention.config import MMA_ROWS
 from cute_ops.kernels.attention.products import mma_of_scores, mma_of_weights, multiply, multiply_weights
 from cute_ops.kernels.attention.registers import store_packed
 from cute_ops.kernels.attention.sums import CHUNK, TOGETHER, add_bytes, neighbouring_rows
-from cute_ops.kernels.attention.tiles import Moved, Tile, address_of, transposed
+from cute_ops.kernels.attention.tensors import Moved, address_of, transposed
+from cute_ops.kernels.attention.tiles import Tile
 from cute_ops.kernels.tensor_core.sizes import MMA_M, WARP, WARPGROUP
 
 

@@ -12,7 +12,7 @@ from cute_ops.kernels.attention.bwd_sm80 import KeysBackwardSm80
 from cute_ops.kernels.attention.config import MMA_ROWS
 from cute_ops.kernels.attention.pages import copy_bytes
 from cute_ops.kernels.attention.sums import CHUNK, SumsOfQueries
-from cute_ops.kernels.attention.tiles import address_of
+from cute_ops.kernels.attention.tensors import address_of
 from cute_ops.kernels.attention.warps import Operand, Rows, accumulators, mma_of_warp, padded_rows, put_rows
 from cute_ops.kernels.attention.weights import InPairs
 from cute_ops.kernels.lib.copy import fragment, load, store

@@ -22,17 +22,8 @@ from cute_ops.kernels.attention.products import (
 )
 from cute_ops.kernels.attention.registers import by_row, store_packed
 from cute_ops.kernels.attention.sums import TOGETHER, PartsOfKeys, SumsOfTiles
-from cute_ops.kernels.attention.tiles import (
-    REGISTERS,
-    Moved,
-    Sizes,
-    Tile,
-    address_of,
-    partition,
-    ring,
-    slots,
-    transposed,
-)
+from cute_ops.kernels.attention.tensors import Moved, address_of, partition, ring, slots, transposed
+from cute_ops.kernels.attention.tiles import REGISTERS, Sizes, Tile
 from cute_ops.kernels.attention.weights import InPairs
 from cute_ops.kernels.tensor_core.sizes import MMA_M, WARP, WARPGROUP
 

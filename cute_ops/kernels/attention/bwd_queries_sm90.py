@@ -16,19 +16,8 @@ from cute_ops.kernels.attention.products import (
     tma_copies,
 )
 from cute_ops.kernels.attention.registers import by_row, store_packed
-from cute_ops.kernels.attention.tiles import (
-    REGISTERS,
-    Moved,
-    Sizes,
-    Tiles,
-    by_sequence,
-    first_row,
-    partition,
-    place_of,
-    ring,
-    slots,
-    transposed,
-)
+from cute_ops.kernels.attention.tensors import Moved, by_sequence, partition, ring, slots, transposed
+from cute_ops.kernels.attention.tiles import REGISTERS, Sizes, Tiles, first_row, place_of
 from cute_ops.kernels.attention.weights import Weights
 from cute_ops.kernels.tensor_core.sizes import MMA_M, WARPGROUP
 

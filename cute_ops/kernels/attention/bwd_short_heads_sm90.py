@@ -5,7 +5,7 @@ from cutlass import Float32
 
 from cute_ops.kernels.attention.bwd_one_pass_sm90 import OnePassBackward
 from cute_ops.kernels.attention.sums import TOGETHER, add_four
-from cute_ops.kernels.attention.tiles import address_of
+from cute_ops.kernels.attention.tensors import address_of
 from cute_ops.kernels.tensor_core.sizes import WARPGROUP
 
 

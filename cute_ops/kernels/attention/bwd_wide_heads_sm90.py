@@ -15,7 +15,8 @@ from cute_ops.kernels.attention.bwd_queries_sm90 import OWN, READ, store_if_firs
 from cute_ops.kernels.attention.products import multiply
 from cute_ops.kernels.attention.registers import by_row, store_packed
 from cute_ops.kernels.attention.sums import PartsByColumns
-from cute_ops.kernels.attention.tiles import first_row, partition, place_of, transposed
+from cute_ops.kernels.attention.tensors import partition, transposed
+from cute_ops.kernels.attention.tiles import first_row, place_of
 from cute_ops.kernels.tensor_core.sizes import MMA_M, WARPGROUP
 
 FREE = 9  # named barrier: the other warpgroup has read ds; that of the second one is 1 behind

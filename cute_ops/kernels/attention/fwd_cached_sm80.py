@@ -10,7 +10,7 @@ from cute_ops.kernels.attention.cached import Cached, hide_missing
 from cute_ops.kernels.attention.fwd_sm80 import AttentionFwdSm80
 from cute_ops.kernels.attention.pages import copy_bytes
 from cute_ops.kernels.attention.ranges import Ranges
-from cute_ops.kernels.attention.tiles import view
+from cute_ops.kernels.attention.tensors import view
 from cute_ops.kernels.lib.copy import fragment, load
 from cute_ops.kernels.lib.matrix import folded
 

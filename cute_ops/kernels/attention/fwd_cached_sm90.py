@@ -11,7 +11,8 @@ from cute_ops.kernels.attention.cached import Cached, hide_missing
 from cute_ops.kernels.attention.fwd_sm90 import AttentionFwd
 from cute_ops.kernels.attention.products import tma_copies
 from cute_ops.kernels.attention.ranges import Ranges
-from cute_ops.kernels.attention.tiles import Moved, Sizes, by_sequence, first_row, partition, ring, slots, view
+from cute_ops.kernels.attention.tensors import Moved, by_sequence, partition, ring, slots, view
+from cute_ops.kernels.attention.tiles import Sizes, first_row
 from cute_ops.kernels.lib.matrix import folded
 from cute_ops.kernels.lib.pdl import let_next_start, wait_for_previous
 from cute_ops.kernels.tensor_core.sizes import MMA_M, WARPGROUP, RegisterBudget

@@ -13,7 +13,8 @@ from cute_ops.kernels.attention.forward import ForwardKernel
 from cute_ops.kernels.attention.mods import by_index
 from cute_ops.kernels.attention.ranges import Ranges
 from cute_ops.kernels.attention.registers import by_row, store_packed
-from cute_ops.kernels.attention.tiles import Sizes, offsets_of, sizes_of, view
+from cute_ops.kernels.attention.tensors import view
+from cute_ops.kernels.attention.tiles import Sizes, offsets_of, sizes_of
 from cute_ops.kernels.attention.warps import (
     Operand,
     Rows,

@@ -20,21 +20,16 @@ from cute_ops.kernels.attention.products import (
 )
 from cute_ops.kernels.attention.ranges import Ranges
 from cute_ops.kernels.attention.registers import by_row, store_packed
+from cute_ops.kernels.attention.tensors import Moved, by_sequence, partition, ring, slots, view
 from cute_ops.kernels.attention.tiles import (
     BARRIER_BYTES,
     REGISTERS,
     SHARED_BYTES,
-    Moved,
     Sizes,
-    by_sequence,
     first_row,
     offsets_of,
-    partition,
     place_of,
-    ring,
     sizes_of,
-    slots,
-    view,
 )
 from cute_ops.kernels.lib.matrix import folded
 from cute_ops.kernels.lib.pdl import let_next_start, wait_for_previous

@@ -17,7 +17,8 @@ from cute_ops.kernels.attention.pages import copy_bytes, of_lane, step_on
 from cute_ops.kernels.attention.products import mma_of_scores, mma_of_weights, multiply_weights
 from cute_ops.kernels.attention.registers import by_row, store_packed
 from cute_ops.kernels.attention.softmax import GROWTH, OnlineSoftmax
-from cute_ops.kernels.attention.tiles import first_row, slots, transposed
+from cute_ops.kernels.attention.tensors import slots, transposed
+from cute_ops.kernels.attention.tiles import first_row
 from cute_ops.kernels.lib.arguments import named
 from cute_ops.kernels.lib.pdl import let_next_start, wait_for_previous
 from cute_ops.kernels.tensor_core.sizes import MMA_M, WARPGROUP, RegisterBudget

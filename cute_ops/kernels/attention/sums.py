@@ -7,7 +7,8 @@ from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import dsl_user_op
 
 from cute_ops.kernels.attention.config import MMA_ROWS
-from cute_ops.kernels.attention.tiles import Sizes, address_of, row_at
+from cute_ops.kernels.attention.tensors import address_of, row_at
+from cute_ops.kernels.attention.tiles import Sizes
 from cute_ops.kernels.lib.copy import fragment, load, store
 from cute_ops.kernels.tensor_core.sizes import MMA_M, WARP, WARPGROUP
 

@@ -16,7 +16,8 @@ from cute_ops.hardware import VECTOR_BYTES, WARP
 from cute_ops.kernels.attention.config import MMA_ROWS, PADDING
 from cute_ops.kernels.attention.pages import copy_or_clear
 from cute_ops.kernels.attention.registers import store_packed
-from cute_ops.kernels.attention.tiles import Place, address_of
+from cute_ops.kernels.attention.tensors import address_of
+from cute_ops.kernels.attention.tiles import Place
 from cute_ops.kernels.lib.copy import fragment, store
 
 VECTOR = VECTOR_BYTES // 2  # elements
