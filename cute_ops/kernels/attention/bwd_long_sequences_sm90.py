@@ -1,19 +1,17 @@
 """All gradients of attention from scores that are computed once, of long sequences, on Hopper."""
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils import hopper_helpers as hopper
 
-from cute_ops.kernels.attention.bwd_one_pass_sm90 import DS, EMPTY, FULL
+from cute_ops.kernels.attention.bwd_one_pass_sm90 import DS
 from cute_ops.kernels.attention.bwd_one_tile_sm90 import OneTileAtATime
 from cute_ops.kernels.attention.config import MMA_ROWS
 from cute_ops.kernels.attention.products import mma_of_scores, mma_of_weights, multiply, multiply_weights
 from cute_ops.kernels.attention.registers import store_packed
 from cute_ops.kernels.attention.sums import CHUNK, TOGETHER, add_bytes, neighbouring_rows
 from cute_ops.kernels.attention.tensors import Moved, address_of, transposed
-from cute_ops.kernels.attention.tiles import Tile
 from cute_ops.kernels.tensor_core.sizes import MMA_M, WARP, WARPGROUP
 
 
@@ -49,28 +47,13 @@ class LongSequencesBackward(OneTileAtATime):
         m, of_sums = added
         return Moved(None, m, smem.allocate_tensor(Float32, of_sums, byte_alignment=128))
 
-    @cute.jit
-    def _add(self, sums: cutlass.Constexpr, mTurns, keys: cutlass.Constexpr, sizes: cutlass.Constexpr):
-        """Add each tile's part of dq to the sums in memory, in shares."""
-        shares, threads = self.shares, self.consumers * WARPGROUP // self.shares + WARP
-        of_share, source = self.tile_q * self.d * Float32.width // 8 // shares, Int32(sums.s.iterator.toint())
-        begin, heads = self._heads(sizes)
-        for i in cutlass.range(heads, unroll=1):
-            tile = Tile(keys.block, keys.head * sizes.heads_per_kv + begin + i, keys.batch)
-            place = sizes.first_slots[0] * self.tile_q, 0, tile.head, self._batch(tile, sizes)
-            of_head = address_of(sums.m, place)
-            first, last = self.tiles.queries_of(tile, sizes)
-            for queries in cutlass.range(first, last + 1, unroll=1):
-                if self.tiles.some(tile, sizes, queries, tile.block):
-                    for share in cutlass.range_constexpr(shares):
-                        cute.arch.cp_async_bulk_wait_group(shares - 1 - share, read=True)
-                        cute.arch.barrier_arrive(barrier_id=EMPTY + 2 * share, number_of_threads=threads)
-                    for share in cutlass.range_constexpr(shares):
-                        cute.arch.barrier(barrier_id=FULL + 2 * share, number_of_threads=threads)
-                        address = of_head + Int64(shares * queries + share) * of_share
-                        add_bytes(address, source + share * of_share, of_share)
-                        cute.arch.cp_async_bulk_commit_group()
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
+    def _of_head(self, sums, tile, sizes):
+        """The address of a head's sums."""
+        return address_of(sums.m, (sizes.first_slots[0] * self.tile_q, 0, tile.head, self._batch(tile, sizes)))
+
+    def _add_share(self, sums, of_head, queries, share, sizes):
+        size, source = self.tile_q * self.d * Float32.width // 8 // self.shares, Int32(sums.s.iterator.toint())
+        add_bytes(of_head + Int64(self.shares * queries + share) * size, source + share * size, size)
 
     def _differentiate(self, consumer, slot, at, sizes):
         (ring_q, ring_o), products, (lse, delta), tidx = consumer.rings, consumer.products, consumer.rows, consumer.tidx

@@ -244,15 +244,14 @@ class OnePassBackward(SumsOfTiles, KeysBackward):
         that a CTA waits for one that began before it. Where offsets of packed sequences do not ascend, no CTA may have
         the block that another one would wait for: none waits.
         """
-        shares, rows = self.shares, self.tile_q // self.shares
-        threads = self.consumers * WARPGROUP // shares + WARP
+        shares, threads = self.shares, self.consumers * WARPGROUP // self.shares + WARP
         begin, heads = self._heads(sizes)
         turn, waits = Int64(0), Boolean(True)
         if const_expr(mTurns is not None and sizes.offsets is not None):
             waits = self.tiles.ascend(sizes)
         for i in cutlass.range(heads, unroll=1):
             tile = Tile(keys.block, keys.head * sizes.heads_per_kv + begin + i, keys.batch)
-            tDsD, tDgD = partition(sums, (rows, self.d), (None, 0, tile.head, self._batch(tile, sizes)))
+            of_head = self._of_head(sums, tile, sizes)
             first, last = self.tiles.queries_of(tile, sizes)
             for queries in cutlass.range(first, last + 1, unroll=1):
                 if self.tiles.some(tile, sizes, queries, tile.block):
@@ -267,12 +266,21 @@ class OnePassBackward(SumsOfTiles, KeysBackward):
                             wait_for_turn(turn, self.tiles.block_behind(tile, sizes, queries))
                     for share in cutlass.range_constexpr(shares):
                         cute.arch.barrier(barrier_id=FULL + 2 * share, number_of_threads=threads)
-                        place = shares * (sizes.first_slots[0] + queries) + share
-                        cute.copy(sums.tma, tDsD[None, share], tDgD[None, place])
+                        self._add_share(sums, of_head, queries, share, sizes)
                         cute.arch.cp_async_bulk_commit_group()
         if const_expr(mTurns is not None):
             end_turn(turn, keys.block)
         cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    def _of_head(self, sums, tile, sizes):
+        """TMA's views of a head's sums, for :meth:`_add_share`."""
+        rows = self.tile_q // self.shares
+        return partition(sums, (rows, self.d), (None, 0, tile.head, self._batch(tile, sizes)))
+
+    def _add_share(self, sums, of_head, queries, share, sizes):
+        """Let TMA add a share of a tile."""
+        (tDsD, tDgD), place = of_head, self.shares * (sizes.first_slots[0] + queries) + share
+        cute.copy(sums.tma, tDsD[None, share], tDgD[None, place])
 
     @cute.jit
     def _multiply(
