@@ -6,7 +6,7 @@ r"""Pictures, the page of tables and the README's figures, from the CSV files of
 Writes the pictures of :mod:`pictures` beside the files. ``--page``, ``--readme`` and ``--distributed`` replace what
 stands between the two ``figures`` comments of a file: by all pictures and tables, by a short table, by the tables of
 several GPUs. The README's ``headline`` comments get a sentence of the training step, where that was measured.
-``--guides`` does so with the guides of :mod:`in_pages`, which name a figure or two.
+``--guides`` does so with the guides of :mod:`in_pages`, between comments of the names that stand there.
 """
 
 from __future__ import annotations
