@@ -319,16 +319,23 @@ def _load(state: State, rng: random.Random) -> State:
     return other
 
 
-def _lora(state: State, rng: random.Random) -> State:
+def _adapter(state: State, rng: random.Random) -> State:
     if isinstance(state.model, peft.PeftModel):
         return state
-    layers = sorted({
-        name.rpartition(".")[2] for name, module in state.model.named_modules()
+    kinds = {
+        name.rpartition(".")[2]: type(module) for name, module in state.model.named_modules()
         if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
-    } - {"decoder", "out_proj"})  # fmt: skip
+    }  # fmt: skip
+    layers = sorted(kinds.keys() - {"decoder", "out_proj"})
     targets = rng.sample(layers, min(len(layers), rng.randint(1, 4)))
-    options: Any = {"use_dora": rng.random() < 0.3, "use_rslora": rng.random() < 0.3}
-    config = peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False, **options)
+    if rng.random() < 0.6:
+        options: Any = {"use_dora": rng.random() < 0.3, "use_rslora": rng.random() < 0.3}
+        config: Any = peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False, **options)
+    elif rng.random() < 0.5 or not all(issubclass(kinds[name], nn.Linear) for name in targets):
+        before = rng.sample(targets, rng.randint(0, len(targets)))  # those whose input it scales
+        config = peft.IA3Config(target_modules=targets, feedforward_modules=before, init_ia3_weights=False)
+    else:
+        config = peft.LoHaConfig(r=2, target_modules=targets, init_weights=False)
     return state._replace(model=peft.get_peft_model(state.model, config))
 
 
@@ -537,12 +544,13 @@ def _trainer(state: State, rng: random.Random) -> State:
 
 
 TREATMENTS: dict[str, Treatment] = {
-    "patch": _patch, "unpatch": _unpatch, "patch again": _repatch, "deepcopy": _copy, "load": _load, "lora": _lora,
-    "merge": _merge, "adapters off": _disable, "checkpointing": _checkpoint, "tie_weights": _tie, "resize": _resize,
-    "freeze": _freeze, "16 bits and back": _convert, "generate": _generate, "meta and back": _meta,
-    "router logits": _router, "hidden states": _hidden, "attentions": _attentions, "inputs_embeds": _embeds,
-    "num_items_in_batch": _items, "inference_mode": _inference, "train": _train, "autocast": _autocast,
-    "save_pretrained": _save, "optimizer steps": _steps, "functional_call": _functional,
+    "patch": _patch, "unpatch": _unpatch, "patch again": _repatch, "deepcopy": _copy, "load": _load,
+    "adapter": _adapter, "merge": _merge, "adapters off": _disable, "checkpointing": _checkpoint,
+    "tie_weights": _tie, "resize": _resize, "freeze": _freeze, "16 bits and back": _convert,
+    "generate": _generate, "meta and back": _meta, "router logits": _router, "hidden states": _hidden,
+    "attentions": _attentions, "inputs_embeds": _embeds, "num_items_in_batch": _items, "inference_mode": _inference,
+    "train": _train, "autocast": _autocast, "save_pretrained": _save, "optimizer steps": _steps,
+    "functional_call": _functional,
 }  # fmt: skip
 # Of those that take seconds a sequence has one at most, and few have one.
 SLOW: dict[str, Treatment] = {"compiled": _compiled, "Trainer": _trainer}
