@@ -25,7 +25,7 @@ TEXT = "e1(2t,2r) add 0[:n] 1[:n]; add 0[n:] 1[n:]; multiply 2 3 -> 4"
 
 
 @pytest.mark.slow
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.3)
 @pytest.mark.parametrize("halves", [False, True])
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name", ["linear", "rmsnorm_linear"])
@@ -47,7 +47,7 @@ def test_a_packed_weight_of_no_columns(adapter: Adapter, name: str, compiled: bo
 
 
 @pytest.mark.slow
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.3)
 @pytest.mark.parametrize("save", ["pre", "none"])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("kind", ["bias", "gelu", "swiglu", "halves"])

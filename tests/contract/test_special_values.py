@@ -17,7 +17,7 @@ if find_spec("torch") is not None and tuple(map(int, version("torch").split(".")
     NOT_OURS["torch"] = special.NOT_TORCH_2_15
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 @pytest.mark.on_gpus
 @pytest.mark.parametrize("name", PRIMITIVES)
 def test_values_and_gradients(adapter: Adapter, name: str) -> None:

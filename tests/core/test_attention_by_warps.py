@@ -76,7 +76,7 @@ def emulate(
         ptx_sm90.Cluster(kernel, index, ctas, (1, 1), arguments, {}, blocks, in_a_row=True).run(seed=index)
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.2, among="emulated attention")
 @pytest.mark.slow
 @products.emulated
 @pytest.mark.parametrize(("call", "functions"), [*((call, NO_FUNCTIONS) for call in FORWARD), modded(1)], ids=named)
@@ -92,7 +92,7 @@ def test_results(call: Call, functions: Functions, tmp_path: Path) -> None:
         right[name].assert_holds(found.astype(np.float64), name)
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.2, among="emulated attention")
 @pytest.mark.slow
 @products.emulated
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_gradients(call: Call, functions: Functions, arch: str, tmp_path: Path) 
         right[name].assert_holds(found.astype(np.float64), name)
 
 
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.2, among="emulated attention")
 @pytest.mark.slow
 @products.emulated
 @pytest.mark.parametrize(("call", "functions"), [(ONE_PASS[1], NO_FUNCTIONS), modded(0)], ids=named)
@@ -147,7 +147,7 @@ def by_rows(sums: np.ndarray, config: AttentionBackwardConfig) -> np.ndarray:
     return x.transpose(0, 2, 4, 6, 1, 3, 7, 5).reshape(*lead, d)
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.2, among="emulated attention")
 @pytest.mark.slow
 @products.emulated
 @pytest.mark.parametrize("check", ["results", "gradients", "gradients in one pass"])

@@ -129,7 +129,7 @@ class Emulated(EmulatedCall):
             ptx_sm90.Cluster(kernel, index, ctas, (1, 1), arguments, maps, blocks, in_a_row=True).run(seed=index)
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.2, among="emulated attention")
 @pytest.mark.slow
 @products.emulated
 @pytest.mark.parametrize(
@@ -139,14 +139,14 @@ def test_results(which: str, tmp_path: Path) -> None:
     _check(which, tmp_path, "sm_90a")
 
 
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.2, among="emulated attention")
 @products.emulated
 @pytest.mark.parametrize("which", [pytest.param(n, marks=pytest.mark.slow) for n in ("long heads", "functions")])
 def test_results_by_warps(which: str, tmp_path: Path) -> None:
     _check(which, tmp_path, "sm_80")
 
 
-@pytest.mark.drawn(0.35)
+@pytest.mark.drawn(0.2, among="emulated attention")
 @products.emulated
 @pytest.mark.slow
 @pytest.mark.parametrize(

@@ -323,7 +323,7 @@ def test_results(call: Call, tmp_path: Path) -> None:
     _check_results(call, NO_FUNCTIONS, tmp_path)
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.2, among="emulated attention")
 @pytest.mark.slow
 @products.emulated
 @pytest.mark.parametrize("number", range(3))
@@ -331,7 +331,7 @@ def test_results_with_functions_that_read_arrays(number: int, tmp_path: Path) ->
     _check_results(*modded(number), tmp_path)
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.2, among="emulated attention")
 @pytest.mark.slow
 @products.emulated
 def test_rows_without_a_key_have_the_sink_alone(tmp_path: Path) -> None:
@@ -386,7 +386,7 @@ def _check_results(call: Call, functions: Functions, folder: Path) -> None:
     _check({"out": out, "lse": lse}, expected(call, [*map(_wide, (q, k, v)), None], None, functions))
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.2, among="emulated attention")
 @pytest.mark.slow
 @products.emulated
 @pytest.mark.parametrize("call", [*CALLS, ONE_STAGE], ids=lambda call: call.name)
@@ -394,7 +394,7 @@ def test_gradients(call: Call, tmp_path: Path) -> None:
     _check_gradients(call, NO_FUNCTIONS, tmp_path)
 
 
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.2, among="emulated attention")
 @pytest.mark.slow
 @products.emulated
 @pytest.mark.parametrize("number", [0, 1, 3])
@@ -415,7 +415,7 @@ def _check_gradients(call: Call, functions: Functions, folder: Path) -> None:
     _check({"dq": dq, "dk": dk, "dv": dv}, right)
 
 
-@pytest.mark.drawn(0.25)
+@pytest.mark.drawn(0.2, among="emulated attention")
 @pytest.mark.slow
 @products.emulated
 @pytest.mark.parametrize("call", ONE_PASS, ids=lambda call: call.name)
@@ -423,7 +423,7 @@ def test_gradients_in_one_pass(call: Call, tmp_path: Path) -> None:
     _check_one_pass(call, NO_FUNCTIONS, tmp_path)
 
 
-@pytest.mark.drawn(0.25)
+@pytest.mark.drawn(0.2, among="emulated attention")
 @pytest.mark.slow
 @products.emulated
 @pytest.mark.parametrize("number", range(4))
@@ -436,7 +436,7 @@ def test_gradients_of_soft_caps(number: int, tmp_path: Path) -> None:
     _check_one_pass(Call(1, s, t, 2, 1, d, d, "bfloat16", attrs, False, False), NO_FUNCTIONS, tmp_path)
 
 
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.2, among="emulated attention")
 @pytest.mark.slow
 @products.emulated
 @pytest.mark.parametrize("causal", [False, True])
@@ -469,7 +469,7 @@ def test_which_sequences_are_long(queries: int, attrs: dict[str, Any], tile: int
         assert found.workspaces["sums"].shape == (2, 4, -(-queries // whole) * whole, d)
 
 
-@pytest.mark.drawn(0.25)
+@pytest.mark.drawn(0.2, among="emulated attention")
 @pytest.mark.slow
 @products.emulated
 @pytest.mark.parametrize("number", range(6))
@@ -481,7 +481,7 @@ def test_gradients_in_turns(number: int, tmp_path: Path) -> None:
     _check_one_pass(call._replace(attrs={**call.attrs, "deterministic": True}), functions, tmp_path)
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.2, among="emulated attention")
 @pytest.mark.slow
 @products.emulated
 @pytest.mark.parametrize("number", range(4))
@@ -560,7 +560,7 @@ def test_grids_for_more_than_two_to_the_31_elements(tmp_path: Path) -> None:
     assert [grid[0] for grid in launches.values()] == [elements // 64 * 8 // 256, batch, elements // 16 // 256]
 
 
-@pytest.mark.drawn(0.25)
+@pytest.mark.drawn(0.2, among="emulated attention")
 @pytest.mark.slow
 @products.emulated
 @pytest.mark.parametrize("number", range(4))

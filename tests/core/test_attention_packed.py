@@ -111,7 +111,7 @@ def with_documents(number: int, **attrs: Any) -> Case:
 CASES = {"window": partial(Case, 0), "softcap": partial(Case, 1), "documents": partial(with_documents, 0)}
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.2, among="emulated attention")
 @pytest.mark.slow
 @products.emulated
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_results(which: str, tmp_path: Path) -> None:
     case.check({"out": out, "lse": lse})
 
 
-@pytest.mark.drawn(0.35)
+@pytest.mark.drawn(0.2, among="emulated attention")
 @pytest.mark.slow
 @products.emulated
 @pytest.mark.parametrize("which", [*CASES, "one stage"])
@@ -154,7 +154,7 @@ def test_gradients(which: str, tmp_path: Path) -> None:
     case.check({"dq": dq, "dk": dk, "dv": dv})
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.2, among="emulated attention")
 @pytest.mark.slow
 @products.emulated
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_no_block_waits_for_ever_where_offsets_fall(tmp_path: Path) -> None:
         run(one_pass_of(call), 6, moved, [], [], keys // 128 * call.g, of_rows, sums, {1: call.d // 2}, parts, turns)
 
 
-@pytest.mark.drawn(0.25)
+@pytest.mark.drawn(0.2, among="emulated attention")
 @pytest.mark.slow
 @products.emulated
 def test_gradients_of_long_heads(tmp_path: Path) -> None:

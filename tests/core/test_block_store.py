@@ -29,6 +29,7 @@ NAMES = (
 BY_NAME = {op.name: op for each in (*OPS, *PARTS, *MODELS, *REDUCING) for op in (each, each.grad) if isinstance(op, Op)}
 
 
+@pytest.mark.drawn(0.5)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_of_some_ctas(name: str) -> None:

@@ -79,6 +79,7 @@ def test_any_size_layout_and_dtype(name: str) -> None:
         kernel_calls.check(call)
 
 
+@pytest.mark.drawn(0.4)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in OPS if name != "packed"])
 def test_rows_that_start_anywhere_are_taken_several_at_a_time(name: str) -> None:

@@ -89,7 +89,7 @@ def run(
     return results
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 @pytest.mark.slow
 @products.emulated
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
@@ -157,7 +157,7 @@ LATENT = (
 )
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 @pytest.mark.slow
 @products.emulated
 @pytest.mark.parametrize("call", LATENT, ids=lambda call: call.name)

@@ -497,7 +497,7 @@ COMPILED = [
 ]  # fmt: skip
 
 
-@pytest.mark.drawn(0.3)
+@pytest.mark.drawn(0.2)
 @pytest.mark.parametrize(("op", "n", "arch"), COMPILED, ids=lambda x: getattr(x, "name", str(x)))
 def test_kernels_compile_without_spills(op: Op, n: int, arch: str, tmp_path: Path) -> None:
     sizes, path = op.example((4096,), n), tmp_path / "kernel.cubin"

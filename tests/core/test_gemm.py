@@ -391,7 +391,7 @@ def test_results_without_tma(
     np.testing.assert_array_equal(out, exact)
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 @pytest.mark.slow
 @products.emulated
 @pytest.mark.parametrize(

@@ -409,7 +409,7 @@ def test_kernels_of_groups_for_rows_of_any_length(name: str, monkeypatch: pytest
     kernel_calls.check(call)
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 @pytest.mark.parametrize("name", [*POINTWISE, "multiplied_bwd_only_dother"])
 def test_kernels_of_gradients_compile(name: str, tmp_path: Path) -> None:
     every = {name: op for name, (op, _) in POINTWISE.items()}
@@ -512,7 +512,7 @@ def check(op: Op, given: dict[str, np.ndarray], folder: Path, arch: str, config:
     testing.check(op, given, op.attrs, tuple(outputs.values()))
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 @pytest.mark.slow
 @products.emulated
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ def targets(op: Op) -> list[tuple[str, str]]:
     return [*TARGETS, *(("bfloat16", arch) for arch in archs)][turn(op)]
 
 
-@pytest.mark.drawn(0.3)
+@pytest.mark.drawn(0.2)
 @pytest.mark.parametrize(
     ("op", "dtype", "arch"),
     [pytest.param(op, *each, id="-".join([op.name, *each])) for op in ALL for each in targets(op)],
@@ -200,16 +200,18 @@ def named(wanted: Wanted) -> Any:
 
 
 @pytest.fixture(scope="session")
-def disassembled(compiled: Compiled) -> Callable[[Wanted], str]:
+def disassembled(compiled: Compiled, request: pytest.FixtureRequest) -> Callable[[Wanted], str]:
     """A kernel's instructions. To start the disassembler takes longer than to compile a kernel, so that it gets
     neighbours' code at once, as one piece, and the pieces of what it prints are kept for all of pytest's processes.
     """
+    drawn = {item.callspec.params.get("wanted") for item in request.session.items if hasattr(item, "callspec")}
+    every = [wanted for wanted in DISASSEMBLED if wanted in drawn]
 
     def code(wanted: Wanted) -> str:
         path = place(wanted)
         if not path.exists():
-            start = DISASSEMBLED.index(wanted) // AT_ONCE * AT_ONCE
-            _disassemble([place(each) for each in DISASSEMBLED[start : start + AT_ONCE]])
+            start = every.index(wanted) // AT_ONCE * AT_ONCE
+            _disassemble([place(each) for each in every[start : start + AT_ONCE]])
         return path.read_text()
 
     def place(wanted: Wanted) -> Path:
@@ -226,6 +228,7 @@ def _disassemble(places: list[Path]) -> None:
         cache_dir.write_whole(path.parent, {path.name: text.encode()})
 
 
+@pytest.mark.drawn(0.3)
 @pytest.mark.slow
 @pytest.mark.parametrize("wanted", [named(each) for each in ALIGNED])
 def test_aligned_rows_move_16_bytes_at_a_time(wanted: Wanted, disassembled: Callable[[Wanted], str]) -> None:
@@ -242,6 +245,7 @@ def test_aligned_rows_move_16_bytes_at_a_time(wanted: Wanted, disassembled: Call
     assert not re.search(r"\b(LDL|STL)\b", code), "local memory"
 
 
+@pytest.mark.drawn(0.4)
 @pytest.mark.slow
 @pytest.mark.parametrize("wanted", [named(each) for each in POINTWISE_LOADS])
 def test_loads_of_a_pointwise_kernel_wait_for_none_of_them(
@@ -258,6 +262,7 @@ def test_loads_of_a_pointwise_kernel_wait_for_none_of_them(
             loaded |= set(range(written, written + 4))
 
 
+@pytest.mark.drawn(0.5)
 @pytest.mark.slow
 @pytest.mark.parametrize("wanted", [named(each) for each in ANYWHERE])
 def test_rows_that_start_anywhere_move_16_bytes_at_a_time(
@@ -290,7 +295,7 @@ def lengths(op: Op) -> list[int]:
     return list(kinds.values())[turn(op)]
 
 
-@pytest.mark.drawn(0.2)
+@pytest.mark.drawn(0.12)
 @pytest.mark.parametrize(
     ("op", "n"), [(op, n) for op in ALL for n in lengths(op)], ids=lambda v: v.name if isinstance(v, Op) else None
 )
@@ -309,7 +314,7 @@ CHOICES = [
 ]  # fmt: skip
 
 
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.3)
 @pytest.mark.parametrize("n", [1001, 4096])
 @pytest.mark.parametrize(("op", "attrs"), CHOICES)
 def test_other_attributes_compile(op: Op, attrs: dict[str, Any], n: int, compiled: Compiled) -> None:
@@ -333,7 +338,7 @@ def test_losses_and_their_gradients_compile_with_every_option(name: str, compile
         compiled(variant_of(op, "bfloat16", 4096, "sm_90a", **attrs))
 
 
-@pytest.mark.drawn(0.3)
+@pytest.mark.drawn(0.2)
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("op", ALL, ids=lambda op: op.name)

@@ -181,6 +181,7 @@ def test_kernels_get_the_tensors_one_after_another(op: Op, dtype: str) -> None:
     kernel_calls.check(kernel_calls.Call(op, arrays, {}, attrs, "", lambda seed: testing.inputs(op, case, dtype, seed)))
 
 
+@pytest.mark.drawn(0.4)
 @pytest.mark.slow
 @every_op
 def test_kernels_compile(op: Op, cache_folder: Path) -> None:

@@ -63,7 +63,7 @@ def test_kernels_agree_with_the_reference(op: Op) -> None:
             raise AssertionError(f"{call.said} {attrs}: {error}") from error
 
 
-@pytest.mark.drawn(0.2)
+@pytest.mark.drawn(0.12)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("op", "case"), [(op, case) for op in (*ALL, *GATHERED, class_places, routed_rows, kept_mean)

@@ -27,7 +27,7 @@ def text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optax_step, "tokens", lambda words: np.minimum(drawn - 1, words - 1).astype(np.int32))
 
 
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.35)
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [*decoder.MODELS, "gemma3-270m --freeze embedding"])
 def test_losses_agree_and_fall(options: str, capsys: pytest.CaptureFixture[str]) -> None:

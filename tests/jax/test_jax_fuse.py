@@ -686,7 +686,7 @@ def test_what_is_no_function_is_refused() -> None:
         cute_ops_jax.fuse(3)  # type: ignore[arg-type]
 
 
-@pytest.mark.drawn(0.3)
+@pytest.mark.drawn(0.2)
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [*range(3), 853, 10009, 20005])
 def test_drawn_programs(seed: int) -> None:

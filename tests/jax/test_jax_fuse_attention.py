@@ -303,7 +303,7 @@ FORMS: dict[str, tuple[Callable[..., Array], tuple[Array, ...], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 @pytest.mark.parametrize("name", FORMS)
 def test_forms(name: str) -> None:
     function, args, said = FORMS[name]

@@ -30,7 +30,7 @@ def models() -> dict[str, Model]:
 COPIES = 6  # of the floats, a little different, on which the loss of 16 bits is measured
 
 
-@pytest.mark.drawn(0.25)
+@pytest.mark.drawn(0.15)
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", NAMES)

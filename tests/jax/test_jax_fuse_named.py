@@ -170,6 +170,7 @@ LOSSES: dict[str, Function] = {
 }
 
 
+@pytest.mark.drawn(0.5)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_of_logits_and_of_heads(name: str) -> None:
@@ -264,6 +265,7 @@ HEADS_OF_LOSSES: dict[str, Function] = {
 }
 
 
+@pytest.mark.drawn(0.5)
 @pytest.mark.parametrize("name", HEADS_OF_LOSSES)
 def test_losses_of_heads_that_models_write(name: str) -> None:
     function = HEADS_OF_LOSSES[name]

@@ -7,6 +7,7 @@ import pytest
 from tests.jax.drawn_walks import check
 
 
+@pytest.mark.drawn(0.4)
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 def test_drawn_walks(seed: int) -> None:

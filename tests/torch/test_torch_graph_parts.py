@@ -821,6 +821,7 @@ WRITTEN: dict[str, tuple[Callable[..., Tensor], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.drawn(0.5)
 @pytest.mark.slow
 @pytest.mark.parametrize(("form", "batch"), [*((form, 2) for form in WRITTEN), ("causal", 1)])
 def test_attention_that_is_written_out_becomes_attention(form: str, batch: int) -> None:

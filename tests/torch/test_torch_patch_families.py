@@ -87,6 +87,7 @@ def check(family: str) -> Any:
     return patched
 
 
+@pytest.mark.drawn(0.5)
 @pytest.mark.slow
 @pytest.mark.parametrize("family", DRAWN)
 def test_a_patched_model_computes_what_it_did(family: str) -> None:
