@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from cute_ops.composite.public import continued
+from cute_ops.composite.public import MAKING, continued
 from cute_ops.constants import make_room
 from cute_ops.declaration.op import Op
 from cute_ops.ops.attention.attention import DOC as OP_DOC
@@ -125,7 +125,9 @@ class Attention(ABC, Generic[Array]):
         key = None if None in keys else (*keys, score_mod is None, captured, lead, form)
         found = self._known.get(key) if key else None
         if found is None:
-            found = self.function(op_of_call(score_mod, mask_mod, captured, lead, form))
+            with MAKING:
+                op = op_of_call(score_mod, mask_mod, captured, lead, form)
+            found = self.function(op)
             if key and keys == [key_of(function, ()) for function in functions]:  # nothing has changed meanwhile
                 make_room(self._known)
                 self._known[key] = found

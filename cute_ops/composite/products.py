@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from cute_ops.composite.public import continued
+from cute_ops.composite.public import MAKING, continued
 from cute_ops.constants import make_room
 from cute_ops.declaration.op import Op
 from cute_ops.declaration.shapes import Array as Spec
@@ -173,7 +173,9 @@ class Products(ABC, Generic[Array]):
         """The entry of ``known`` for a call that it does not have; stored if the call's key has a hash."""
         key, (_, layout, save, *shapes) = key_of(epilogue, attrs, *what), what
         options, fits = self.choose(epilogue, arrays, layout, attrs, caller.name)
-        function = self.function(caller.op(epilogue, *options, layout, save, attrs))
+        with MAKING:
+            op = caller.op(epilogue, *options, layout, save, attrs)
+        function = self.function(op)
         as_given = all(fit and fit.sizes == shape for shape, fit in zip(shapes[2:], fits, strict=True))
         found = function, fits, as_given and STACKED not in layout
         if key and key == key_of(epilogue, attrs, *what):  # nothing has changed meanwhile

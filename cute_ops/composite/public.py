@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from inspect import Signature, cleandoc, signature
+from threading import RLock
 from typing import Any, TypeVar
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Made = TypeVar("Made")
+# Held while the op of a call is made: threads whose first calls are alike get one op, since two would have one name.
+MAKING = RLock()
 
 
 def continued(text: str) -> Callable[[Function], Function]:
@@ -30,7 +33,8 @@ def flags_checked(make: Callable[..., Made]) -> Callable[..., Made]:
     def checked(*options: Any) -> Made:
         if any(type(options[place]) is not bool for place in flags if place < len(options)):
             raise TypeError("a flag is no bool")  # `suggesting` says which one
-        return make(*options)
+        with MAKING:
+            return make(*options)
 
     return checked
 
