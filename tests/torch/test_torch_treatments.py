@@ -57,6 +57,18 @@ def test_adapters_around_a_patched_model_stay_what_they_are() -> None:
     assert again >= {op for _, op in replaced} - {"rope", "attention"}
 
 
+def test_adapters_of_parameters_keep_their_weights() -> None:
+    """Their ``forward`` puts a parametrization on the layer, also while ``patch`` traces it on fake tensors."""
+    torch.manual_seed(3)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**GROUPED))
+    config = peft.LoraConfig(r=2, target_modules=[], target_parameters=["q_proj.weight"], init_lora_weights=False)
+    model, tokens = peft.get_peft_model(model, config), torch.tensor([[3, 4, 5, 6]])
+    expected, weights = model(input_ids=tokens, labels=tokens).loss, {**model.state_dict()}
+    cute_ops_torch.patch(model)
+    assert all(torch.equal(x, weights[name]) for name, x in model.state_dict().items())
+    torch.testing.assert_close(model(input_ids=tokens, labels=tokens).loss, expected)
+
+
 def test_hooks_that_keep_no_weights_leave_attention_to_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hugging Face leaves its hooks on attention modules once any output was asked for."""
     calls, attend = Counter[str](), attention_function._attend
