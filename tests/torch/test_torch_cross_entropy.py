@@ -427,6 +427,24 @@ def test_losses_name_what_is_on_another_device() -> None:
         cute_ops_torch.linear_policy_loss(hidden, weight, target, torch.empty(2, device="meta"))
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_one_row_without_dims_is_weighed_without_reading_it(smoothing: float) -> None:
+    """An index without dims is one that PyTorch reads on the host, which fake tensors refuse and a GPU waits for."""
+    arguments = torch.randn(8), torch.randn(9, 8), torch.tensor(5), torch.rand(9)
+
+    def losses(
+        hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, by_class: torch.Tensor
+    ) -> torch.Tensor:
+        found = cute_ops_torch.linear_cross_entropy_metrics(
+            hidden, weight, target, class_weight=by_class, label_smoothing=smoothing, reduction="mean"
+        )
+        return torch.stack([found[0], *(each.reshape(()).float() for each in found[1:])])
+
+    row = losses(arguments[0][None], arguments[1], arguments[2][None], arguments[3])
+    assert torch.equal(losses(*arguments), row)
+    assert losses(*(each.to("meta") for each in arguments)).shape == row.shape
+
+
 def test_logits_lie_where_the_weights_gradient_goes() -> None:
     """While it is summed in float32: chunks of at most as many rows as the weight has columns fit there."""
     sizes = (1024, 128), (2100, 2048), (64, 2048), (1000, 64), (0, 128)

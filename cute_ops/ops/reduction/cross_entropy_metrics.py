@@ -149,7 +149,9 @@ def weight_of_rows(xp: Any, target: Any, weight: Any, ignore_index: int, like: A
         return xp.sum(kept, dtype=like.dtype)
     n = weight.shape[0]
     inside = kept & (target >= 0) & (target < n)
-    found = xp.astype(weight, like.dtype)[xp.where(inside, target, 0)]
+    # Flat: an index without dims, which frameworks read on the host, would wait for the GPU, and fail on a fake tensor.
+    at = xp.reshape(xp.where(inside, target, 0), (-1,))
+    found = xp.reshape(xp.astype(weight, like.dtype)[at], target.shape)
     return xp.sum(xp.where(inside, found, xp.zeros_like(found)))
 
 
