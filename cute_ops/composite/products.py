@@ -117,7 +117,8 @@ class Products(ABC, Generic[Array]):
         if epilogue is None:
             if operands or attrs or halves is not False or packed is not False or save != "pre":
                 by_call.without_epilogue(operands, attrs, halves, packed, save)
-            check_flag("linear", "transposed", transposed)
+            if transposed is not False:
+                check_flag("linear", "transposed", transposed)
             matrix: Any = weight
             dims = matrix.ndim
             run = self.plain if dims <= 2 else self._batches()
