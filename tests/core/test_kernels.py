@@ -199,12 +199,17 @@ def named(wanted: Wanted) -> Any:
     return pytest.param(wanted, id="-".join([wanted.op.name, *(str(value) for _, value in wanted.attrs)]))
 
 
+def reads_instructions(item: pytest.Item) -> bool:
+    """Whether a test of this module reads a kernel's instructions."""
+    return item.path == Path(__file__) and "disassembled" in getattr(item, "fixturenames", ())
+
+
 @pytest.fixture(scope="session")
 def disassembled(compiled: Compiled, request: pytest.FixtureRequest) -> Callable[[Wanted], str]:
     """A kernel's instructions. To start the disassembler takes longer than to compile a kernel, so that it gets
     neighbours' code at once, as one piece, and the pieces of what it prints are kept for all of pytest's processes.
     """
-    drawn = {item.callspec.params.get("wanted") for item in request.session.items if hasattr(item, "callspec")}
+    drawn = {item.callspec.params["wanted"] for item in request.session.items if reads_instructions(item)}
     every = [wanted for wanted in DISASSEMBLED if wanted in drawn]
 
     def code(wanted: Wanted) -> str:
