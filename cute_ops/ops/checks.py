@@ -7,6 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from cute_ops.declaration.binding import Binding
+from cute_ops.declaration.messages import message
+from cute_ops.declaration.op import Op
 from cute_ops.errors import is_array, shown
 
 LARGEST = sys.float_info.max
@@ -37,6 +39,13 @@ def check_flag(function: str, option: str, value: Any) -> None:
     if type(value) is not bool:
         problem = f"is {shown(value)}, expected none" if is_array(value) else f"must be bool, got {shown(value)}"
         raise TypeError(f"cute.{function}: option `{option}` {problem}.")
+
+
+def inplace_backward_of(op: Op, value: Any) -> bool:
+    """The option ``inplace_backward`` of an op's call; TypeError unless it is a bool."""
+    if not isinstance(value, bool):
+        raise TypeError(message(op, f"option `inplace_backward` must be bool, got {shown(value)}."))
+    return value
 
 
 def _range(least: float, most: float) -> str:

@@ -16,6 +16,7 @@ from cute_ops.declaration.headers import check_declaration, header
 from cute_ops.declaration.messages import message, without_bias
 from cute_ops.declaration.op import Op
 from cute_ops.errors import is_array, shown, wrong_arguments
+from cute_ops.ops.checks import inplace_backward_of
 from cute_ops_jax import _compat
 from cute_ops_jax.distributed.slices import spread
 from cute_ops_jax.distributed.varying import Axes, alike, as_axes, manual
@@ -104,8 +105,7 @@ def _caller(op: Op, header: inspect.Signature, axes: Axes = (), what: str = "") 
         attrs = Exact((name, bound.arguments[name]) for name in op.keywords)
         options = {name: bound.arguments[name] for name in op.options}
         inplace = options.pop("inplace_backward", False)
-        if not isinstance(inplace, bool):
-            raise TypeError(message(op, f"option `inplace_backward` must be bool, got {shown(inplace)}."))
+        inplace = inplace is not False and inplace_backward_of(op, inplace)
         if op.finish:
             op.finish.check(op.name, options)
         if axes:

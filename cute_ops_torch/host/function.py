@@ -15,6 +15,7 @@ import torch
 from cute_ops.declaration.messages import message, wrong_attribute
 from cute_ops.declaration.op import Op
 from cute_ops.errors import shown, unknown_argument
+from cute_ops.ops.checks import inplace_backward_of
 from cute_ops_torch.host import codegen
 from cute_ops_torch.host.fast_path import FastPath
 from cute_ops_torch.host.given_outputs import GivenOutputs
@@ -96,7 +97,7 @@ def make_function(
         returned = _postprocessed(op)
     if not raw and inplace is not None:
         values["_inplace"] = inplace
-        values["_flag"] = partial(_flag, op)
+        values["_flag"] = partial(inplace_backward_of, op)
         test = "inplace_backward is not False and _flag(inplace_backward)"
         before = f"if {test}:\n            _out = _inplace({arguments})\n        el"
     if not raw and finished is not None:
@@ -144,13 +145,6 @@ def _check_attributes(op: Op, values: Iterable[Any], kinds: tuple[type, ...] = (
 
 def _observed() -> bool:
     return torch.compiler.is_dynamo_compiling() or modes_active()
-
-
-def _flag(op: Op, value: Any) -> bool:
-    """The option ``inplace_backward``, checked."""
-    if not isinstance(value, bool):
-        raise TypeError(message(op, f"option `inplace_backward` must be bool, got {shown(value)}."))
-    return value
 
 
 def _refuse(op: Op, more: Sequence[Any], others: Iterable[str]) -> NoReturn:
