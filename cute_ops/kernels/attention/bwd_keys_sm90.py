@@ -46,8 +46,14 @@ class Products(NamedTuple):
 
 
 class Registers(NamedTuple):
-    """A thread's part of a tile's scores, whose place ds takes, and of the cotangents of weights; of weights and ds in
-    16 bits; of the sums dk and dv; and of a tile's dq, None where another kernel computes it.
+    """A multiplying thread's part of a tile and of the sums.
+
+    Attributes:
+        rS: scores of the tile, then ds in their place.
+        rP: cotangents of the tile's weights.
+        rWeights, rDs: weights and ds in 16 bits.
+        rDk, rDv: sums of dk and dv over tiles.
+        rDq: dq of the tile; None where another kernel computes it.
     """
 
     rS: Any
@@ -60,7 +66,7 @@ class Registers(NamedTuple):
 
 
 class Consumer(NamedTuple):
-    """What a thread that multiplies has for all tiles of queries of its keys.
+    """The state of a multiplying thread while it goes through all tiles of queries of a block of keys.
 
     Attributes:
         rings: of queries, of cotangents.
