@@ -61,8 +61,8 @@ def traced(
 
 @contextmanager
 def _kept(module: nn.Module) -> Iterator[None]:
-    """Give a module, and those in it, their classes, parameters and submodules back: a ``forward`` that puts a
-    parametrization on one of them (peft's ``target_parameters``) takes the fake tensors for its weights.
+    """Give a module and its submodules back their classes, parameters, buffers and submodules: a ``forward`` that puts
+    a parametrization on one of them (peft's ``target_parameters``) takes the fake tensors for its weights.
     """
     before = [(each, type(each), [dict(vars(each)[name]) for name in _HELD]) for each in module.modules()]
     try:
