@@ -9,13 +9,13 @@ that is done to a score becomes an expression of it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Hashable, Iterator, Mapping, Sequence
 from copy import copy
 from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
 
-from cute_ops.expressions.graph import operands_of
+from cute_ops.expressions.graph import Expression, operands_of
 from cute_ops.expressions.primitives import PRIMITIVES
 from cute_ops.expressions.reads import BOOL, FLOAT
 from cute_ops.fusion.analyse import Analysis, Found
@@ -307,20 +307,43 @@ def beside_softmaxes(analysis: Analysis) -> set[Node]:
         outputs = [
             (found, *each) for found in region for each in zip(found.roots, found.expression.outputs, strict=True)
         ]
-        if len(outputs) < 2:
+        others = set(region[0].region.roots).difference(root for _, root, _ in outputs)
+        if len(outputs) + len(others) < 2:
             continue
         scores = set[Node]()
         for found, _, output in outputs:
             if (z := softmax_of(found.expression, output)) is not None:
-                scores |= {each for each in _read_by(found, z) if _before(each)[0].op == "contract"}
+                scores |= {leaf.node for leaf in _read_by(found, z) if _is_product(leaf, found.rows)}
         if scores:
-            apart |= {root for found, root, output in outputs if scores.isdisjoint(_read_by(found, output))}
+            apart |= {
+                root for found, root, output in outputs
+                if scores.isdisjoint(leaf.node for leaf in _read_by(found, output))
+            }  # fmt: skip
+            inside = {*region[0].region.nodes, *analysis.plain}
+            apart |= {root for root in others if scores.isdisjoint(_computed_from(root, inside))}
     return apart
 
 
-def _read_by(found: Found, i: int) -> set[Node]:
-    """The arrays that a node of an expression is computed from."""
-    return {found.leaves[operand].node for operand in operands_of(found.expression, i)}
+def _computed_from(node: Node, inside: Container[Node]) -> set[Node]:
+    """The values that a node is computed from by nodes ``inside``."""
+    waiting, seen = [node], {node}
+    while waiting:
+        each = waiting.pop()
+        if each in inside:
+            waiting += [arg for arg in each.args if arg not in seen]
+            seen.update(each.args)
+    return seen
+
+
+def _read_by(found: Found, i: int) -> list[Leaf]:
+    """The operands that a node of an expression is computed from."""
+    return [found.leaves[operand] for operand in operands_of(found.expression, i)]
+
+
+def _is_product(leaf: Leaf, rows: Shape) -> bool:
+    """Whether an operand is a product with all rows and the columns, as scores are."""
+    whole = all(size == 1 or i in leaf.labels for i, size in enumerate(rows)) and COLUMNS in leaf.labels
+    return whole and leaf.rows == rows and not leaf.packed and _before(leaf.node)[0].op == "contract"
 
 
 class _Readers:
@@ -472,11 +495,7 @@ class _Attention:
     def _acc(self) -> tuple[int, Leaf]:
         """The operand that is the product of queries and keys."""
         used = sorted(operands_of(self.scores.expression, self.z))
-        found = [
-            (i, leaf) for i in used
-            if (leaf := self.scores.leaves[i]).rows == self.rows and _before(leaf.node)[0].op == "contract"
-            and not leaf.packed and COLUMNS in leaf.labels
-        ]  # fmt: skip
+        found = [(i, leaf) for i in used if _is_product(leaf := self.scores.leaves[i], self.rows)]
         _require(len(found) == 1)
         return found[0]
 
@@ -699,14 +718,14 @@ class _Attention:
             )
             waiting += [arg for arg in nodes[i].args if arg not in seen]
             seen.update(nodes[i].args)
-        return [self._read(i) for i in sorted(operands_of(scores.expression, scores.output)) if i != scores.acc]
+        used, smooth = operands_of(scores.expression, scores.output), _smooth(scores.expression, scores.output)
+        return [self._read(i, i in smooth) for i in sorted(used) if i != scores.acc]
 
-    def _read(self, operand: int) -> Read:
-        """An array that scores are computed from, by batch, head, query and key."""
+    def _read(self, operand: int, smooth: bool) -> Read:
+        """An array that scores are computed from, by batch, head, query and key. ``smooth``: it may have a gradient."""
         leaf = self.scores.leaves[operand]
         _require(leaf.rows == self.rows and not leaf.packed)
-        fixed = leaf.node.dtype == "bool" or not _may_have_gradient(leaf.node, self.known)
-        _require(fixed, _LEARNED)
+        _require(not (smooth and _may_have_gradient(leaf.node, self.known)), _LEARNED)
         rank = len(self.rows)
         shape = places_of(leaf, rank)
         groups = ((*self.lead,), tuple(i for i in (self.of_head, self.of_group) if i is not None),
@@ -724,6 +743,21 @@ class _Attention:
         _require(all(shape[i] == 1 for i in others) and len(dims) > 0)
         kind = BOOL if leaf.node.dtype == "bool" else FLOAT
         return Read(operand, leaf.node, kind, shape, tuple(sizes), (*others, *order), tuple(merged), tuple(dims))
+
+
+def _smooth(expression: Expression, i: int) -> set[int]:
+    """The operands that a node is computed from other than by comparisons, which have no gradient."""
+    found, waiting, seen = set[int](), [i], {i}
+    while waiting:
+        k = waiting.pop()
+        node = expression.nodes[k]
+        if expression.kinds[k].dtype == "bool":
+            continue
+        if node.primitive == "operand":
+            found.add(node.operand)
+        waiting += [arg for arg in node.args if arg not in seen]
+        seen.update(node.args)
+    return found
 
 
 def _operands(parts: Mapping[str, Part], reads: Sequence[Read], sinks: Sinks | None) -> dict[str, Node]:

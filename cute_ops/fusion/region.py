@@ -21,6 +21,7 @@ _FOLLOWING = ("primitive", "cast", *VIEWS)
 _PLAIN = ("cast", *VIEWS)
 _ELEMENTWISE = ("primitive", "cast", "broadcast")
 _OF_BOOLS = {name for name, primitive in PRIMITIVES.items() if "b" in primitive.takes}
+_TURNED = "its rows become columns"
 REDUCES = {name for name, primitive in PRIMITIVES.items() if primitive.reduces}
 
 
@@ -60,12 +61,12 @@ def partition(graph: Graph, whole: Container[Node] = ()) -> Partition:
     """The regions of a graph. Nodes of ``whole`` are computed by the program itself."""
     live = live_nodes(graph)
     reasons: dict[Node, str] = {}
-    facts = Facts()
+    facts = Facts(_as_columns(live))
     soft: set[Node] = set()
     plain: set[Node] = set()
     for node in live:
         why = "the program computes it by itself" if node in whole else obstacle(node, facts, soft)
-        facts.note(node)
+        why = facts.note(node) or why
         if why:
             reasons[node] = why
         elif why is None and node.op in _PLAIN and node.args[0] not in soft:
@@ -115,27 +116,37 @@ class Facts:
 
     Attributes:
         rowlike: values of a row without its last dim: of a reduction that does not keep it.
+        as_columns: values whose last dim their readers read as columns though these have more dims, such as a mask of
+            keys that is computed from each of them.
         elementwise: values that regions compute of single elements of operands; each half of their columns follows from
             a half of those.
         reduced: values that follow from a reduction of a row, or from one element of it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, as_columns: Container[Node] = ()) -> None:
         self.rowlike: set[Node] = set()
+        self.as_columns = as_columns
         self.reduced: set[Node] = set()
         self.elementwise: set[Node] = set()
 
-    def note(self, node: Node) -> None:
+    def note(self, node: Node) -> str:
+        """Note a node. Returns why no expression computes it if its rows become columns; else nothing."""
         if node.op in _FOLLOWING:
             if not self.reduced.isdisjoint(node.args):
                 self.reduced.add(node)
                 self._note_rows(node)
         elif node.op == "reduce":
-            self.reduced.add(node)
-            if not node.attr[2] and len(node.attr[1]) == 1:
-                self.rowlike.add(node)
+            if node.attr[1] == (len(node.args[0].shape) - 1,):
+                self.reduced.add(node)
+                if not node.attr[2]:
+                    self.rowlike.add(node)
         elif node.op == "opaque" and node.attr == "pick":
             self.reduced.add(node)
+        if node not in self.rowlike or node not in self.as_columns:
+            return ""
+        self.rowlike.remove(node)
+        self.reduced.remove(node)
+        return _TURNED
 
     def _note_rows(self, node: Node) -> None:
         if node.op in VIEWS:
@@ -148,14 +159,19 @@ class Facts:
         x = view.args[0]
         if x in self.rowlike and _without_columns(view):
             return True
-        return view.op == "reshape" and x in self.reduced and x.shape == (*view.shape, 1)
+        return view.op == "reshape" and x in self.reduced and _is_squeezed(x, view)
+
+
+def _is_squeezed(x: Node, view: Node) -> bool:
+    """Whether a reshape drops columns of one element."""
+    return x.shape[-1:] == (1,) != view.shape[-1:] and len(view.shape) < len(x.shape)
 
 
 def _without_columns(view: Node) -> bool:
     """Whether a view of a rowlike value has no dim of columns either."""
     x = view.args[0]
     if view.op == "reshape":
-        return not (len(view.shape) == len(x.shape) + 1 and view.shape[-1] == 1)
+        return not (len(view.shape) > len(x.shape) and view.shape[-1] == 1)
     dims = view.attr
     return view.op == "broadcast" and isinstance(dims, tuple) and dims[-1:] == (len(view.shape) - 1,)
 
@@ -203,7 +219,10 @@ def _reduce(node: Node, facts: Facts, soft: Container[Node]) -> str | None:
 
 def _reshape(node: Node, facts: Facts, soft: Container[Node]) -> str | None:
     x = node.args[0]
-    if without_ones(x.shape) == without_ones(node.shape) or x in facts.rowlike:
+    if without_ones(x.shape) == without_ones(node.shape):
+        is_column = x in facts.reduced and x not in facts.rowlike and x.shape[-1:] == (1,) != node.shape[-1:]
+        return _TURNED if is_column and not _is_squeezed(x, node) else None
+    if x in facts.rowlike:
         return None
     if x.shape and node.shape and x.shape[-1] == node.shape[-1]:
         return None
@@ -264,6 +283,25 @@ def keeps_columns(view: Node) -> bool:
 
 def without_ones(shape: Iterable[object]) -> list[object]:
     return [size for size in shape if size != 1]
+
+
+def _as_columns(live: Sequence[Node]) -> set[Node]:
+    """Views that give a value more dims and whose last one is read as columns, and values that a primitive with more
+    dims reads so: what a reduction or a product sums over.
+    """
+    found, columns = set[Node](), set[Node]()
+    for node in reversed(live):
+        if node.op == "reduce" and node.attr[1] == (len(node.args[0].shape) - 1,):
+            columns.add(node.args[0])
+        elif node.op == "contract":
+            columns.update(x for x, over in zip(node.args, node.attr[:2], strict=True) if over == (len(x.shape) - 1,))
+        elif node in columns and node.op in _FOLLOWING and (node.op not in VIEWS or keeps_columns(node)):
+            kept = [x for x in node.args if x.shape[-1:] == node.shape[-1:]]
+            fewer = [x for x in kept if len(x.shape) < len(node.shape)]
+            columns.update(kept)
+            if fewer:
+                found.update([node] if node.op in VIEWS else fewer)
+    return found
 
 
 def live_nodes(graph: Graph) -> list[Node]:

@@ -155,6 +155,38 @@ def test_what_no_expression_computes_is_named(make, why) -> None:  # type: ignor
     assert analyse(g).reasons == {made: why}
 
 
+def test_means_over_other_dims_have_columns() -> None:
+    """A norm of rows that were averaged over tokens, as before a classifier."""
+    g = Graph()
+    pooled = g.reduce("mean", g.input((2, 3, 5, 8), "float32"), (2,), False, "float32")
+    g.outputs = [rms(g, pooled)]
+    assert [each.text.split()[0] for each in analyse(g).found] == ["e1(t)"]
+    assert len(analyse(g).found[0].leaves) == 1
+
+
+COLUMNS_OF_ROWS = {
+    "more dims before the last": lambda g, x: g.reshape(x, (2, 1, 3)),
+    "kept, then exchanged": lambda g, x: g.transpose(g.reshape(x, (2, 3, 1)), (0, 2, 1)),
+    "fewer dims than the primitive": lambda g, x: x,
+    "copied": lambda g, x: g.broadcast(x, (2, 4, 3), (0, 2)),
+}
+
+
+@pytest.mark.parametrize("how", COLUMNS_OF_ROWS)
+def test_rows_that_become_columns_are_computed_before(how: str) -> None:
+    """A softmax over keys with a number that is computed from each key."""
+    g = Graph()
+    keys, scores = g.input((2, 3, 8) if how != "fewer dims than the primitive" else (3, 8), "float32"), (2, 4, 3)
+    of_keys = COLUMNS_OF_ROWS[how](g, g.reduce("max", keys, (len(keys.shape) - 1,), False, "float32"))
+    y = g.primitive(
+        "exp", [g.primitive("add", [g.input(scores, "float32"), of_keys], scores, "float32")], scores, "float32"
+    )
+    total = g.reduce("sum", y, (2,), True, "float32")
+    g.outputs = [g.primitive("divide", [y, total], scores, "float32")]
+    kind = "r" if how == "fewer dims than the primitive" else "t"
+    assert analyse(g).found[-1].text == f"e1(t,{kind}) add 0 1; exp 2; sum 3; divide 3 4 -> 5"
+
+
 def layers(count: int, n: int = 8) -> Graph:
     """A residual network: 14 nodes a layer."""
     g = Graph()

@@ -463,3 +463,50 @@ def test_queries_without_keys(form: str) -> None:
     got, want = (np.asarray(jax.jit(f)(Q, K, V, mask), "float32") for f in (cute_ops_jax.fuse(function), function))
     assert np.isnan(want).any() and not np.isnan(want).all()
     np.testing.assert_allclose(got, want, rtol=0.03, atol=0.03)
+
+
+OF_KEYS: dict[str, Callable[[Array], Array]] = {
+    "sum": lambda x: wide(x).sum(-1) > 0,
+    "largest": lambda x: jnp.abs(x).max(-1) != 0,
+    "kept": lambda x: (wide(x).mean(-1, keepdims=True) <= 0.1)[..., 0],
+    "norm": lambda x: jnp.linalg.norm(wide(x), axis=-1) > 3,
+    "product": lambda x: x @ jnp.ones(x.shape[-1], x.dtype) > 0,
+}
+BY_KEY: dict[str, Callable[[Array], Array]] = {
+    "indexed": lambda m: m[:, None, None],
+    "exchanged": lambda m: jnp.swapaxes(m[..., None], 1, 2)[:, None],
+    "vmapped": lambda m: jax.vmap(lambda row: jnp.broadcast_to(row, (1, row.size, row.size)))(m),
+    "queries, too": lambda m: m[:, None, None] & m[:, None, :, None],
+}
+HIDING: dict[str, Callable[[Array, Array], Array]] = {
+    "where": lambda s, m: jnp.where(m, s, -1e9),
+    "added": lambda s, m: s + jnp.where(m, 0.0, -1e9).astype(s.dtype),
+    "one minus": lambda s, m: s + (1 - m.astype(s.dtype)) * -1e9,
+    "diagonal": lambda s, m: jnp.where(m | jnp.eye(s.shape[-1], dtype=bool), s, -jnp.inf),
+}
+
+
+@pytest.mark.drawn(0.4)
+@pytest.mark.parametrize("seed", range(12))
+def test_masks_that_are_computed_from_the_rows(seed: int) -> None:
+    """Padding that is known by its values, of which the program may make more use."""
+    rng = np.random.default_rng([7, seed])
+    of_keys, by_key, hiding = (list(forms.values())[rng.integers(len(forms))] for forms in (OF_KEYS, BY_KEY, HIDING))
+    batch, heads, more = int(rng.integers(1, 3)), int(rng.choice([1, 2, 4])), rng.integers(3)
+
+    def function(x: Array, w: Array) -> Any:
+        m = of_keys(jax.lax.stop_gradient(x))
+        q, k, v = ((x @ each).reshape(batch, T, heads, D) for each in w)
+        out = mixed(hiding(wide(dots(q, k)), by_key(m)), v).reshape(batch, T, -1)
+        if more == 1:
+            out = out * m[..., None].astype(out.dtype)
+        return (out, jnp.where(m, jax.nn.logsumexp(wide(x), -1), 0).sum()) if more == 2 else out
+
+    def loss(function: Any, *args: Array) -> Any:
+        return sum(jnp.sin(wide(out)).sum() for out in jax.tree.leaves(function(*args)))
+
+    args = draw(batch, T, 24, rng=rng).at[:, -2:].multiply(0), draw(3, 24, heads * D, rng=rng) / 5
+    assert "attention" in became(function, *args)
+    run = [compiled(jax.value_and_grad(partial(loss, f), (0, 1))) for f in (cute_ops_jax.fuse(function), function)]
+    for got, want in zip(*(_arrays(jax.tree.map(wide, each(*args))) for each in run), strict=True):
+        np.testing.assert_allclose(got, want, rtol=0.03, atol=0.03 * np.abs(want).max())
