@@ -437,7 +437,8 @@ class _Attention:
         sinks = self._sinks()
         attrs: dict[str, Any] = {"parts": parts, "scores": scores, "reads": reads, "out": rows, "views": views}
         # Zeros in place of weights are those of a query without keys, too.
-        unknown = sinks is None and self.scores.expression is self.whole.expression and hides_all(scores)
+        has_weights = sinks is None and self.scores.expression is self.whole.expression
+        unknown = has_weights and hides_all(scores, self.scores.leaves, self.known)
         attrs |= {"said": _said(scores, sinks), "sinks": sinks, "unknown": unknown}
         attrs["decoding"] = self._decoding(parts, scores, contract)
         nodes = (*chain, *self.scores.region.nodes, self.product, *views, *(x for f in behind for x in f.region.nodes))

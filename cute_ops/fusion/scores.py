@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # a program without masks that are known needs no NumPy
     import numpy as np
 
 _HIDDEN = -1e4  # a score so low has no weight
+_UNBOUNDED = ("divide", "reciprocal", "rsqrt", "exp", "exp2", "log", "log1p", "log2")  # infinite of some finite numbers
 _FOLLOWED = ("primitive", "cast", "broadcast", "reshape", "transpose", "slice", "concat")
 # The value of an array of the program that is known when it is traced; None of any other.
 Known = Callable[[Node], "np.ndarray[Any, Any] | None"]
@@ -346,17 +347,49 @@ def hides(expression: Expression, i: int) -> bool:
     return number is not None and not isinstance(number, bool) and number <= _HIDDEN
 
 
-def hides_all(scores: Scores) -> bool:
-    """Whether a mask that is not known may give a query only scores of -inf, whose softmax is NaN."""
+def hides_all(scores: Scores, leaves: Sequence[Leaf], known: Known) -> bool:
+    """Whether a query may get only scores of -inf, whose softmax is NaN: unless all numbers and arrays that scores are
+    computed from are known to be finite.
+    """
     if scores.expression is None:
         return False
-    nodes, waiting, seen = scores.expression.nodes, [scores.output], {scores.output}
+    nodes, kinds = scores.expression.nodes, scores.expression.kinds
+    waiting, seen = [scores.output], {scores.output}
     while waiting:
-        node = nodes[waiting.pop()]
-        if node.number == -math.inf:
+        i = waiting.pop()
+        node = nodes[i]
+        if kinds[i].dtype == "bool" or (node.primitive == "operand" and node.operand == scores.acc):
+            continue
+        if node.primitive in _UNBOUNDED or (node.number is not None and math.isinf(node.number)):
+            return True
+        if node.primitive == "operand" and _may_be_infinite(leaves[node.operand].node, known):
             return True
         waiting += [arg for arg in node.args if arg not in seen]
         seen.update(node.args)
+    return False
+
+
+def _may_be_infinite(node: Node, known: Known) -> bool:
+    """Whether an array of floats may have infinite elements."""
+    import numpy as np
+
+    waiting, seen = [node], {node}
+    while waiting:
+        each = waiting.pop()
+        if "float" not in each.dtype:
+            continue
+        if each.op == "constant":
+            infinite = math.isinf(each.attr)
+        elif each.op == "input":
+            infinite = (value := known(each)) is None or not bool(np.isfinite(value).all())
+        elif each.op == "opaque":
+            infinite = each.attr not in ("iota", "stop_gradient")
+        else:
+            infinite = each.op == "primitive" and each.attr in _UNBOUNDED
+        if infinite:
+            return True
+        waiting += [arg for arg in each.args if arg not in seen]
+        seen.update(each.args)
     return False
 
 
