@@ -22,7 +22,8 @@ from cute_ops_torch import registry
 from cute_ops_torch.composite import constant
 from cute_ops_torch.huggingface.bypass import declined, takes
 from cute_ops_torch.huggingface.match import Forward, Replacement, innermost, named_as
-from cute_ops_torch.huggingface.meaning import reads_more, state_of
+from cute_ops_torch.huggingface.meaning import state_of
+from cute_ops_torch.huggingface.trial import trial
 
 log = logging.getLogger("cute_ops")
 Tensor = torch.Tensor
@@ -46,7 +47,7 @@ def replacement_of(module: nn.Module) -> Replacement | None:
     sizes = {tuple(t.shape) for t in (*module.parameters(), *module.buffers())}
     forward = innermost(type(module).forward)
     size = sizes.pop() if len(sizes) == 1 else ()
-    if [*module.children()] or len(size) != 1 or not _takes_two(forward) or reads_more(module):
+    if [*module.children()] or len(size) != 1 or not _takes_two(forward):
         return None
     state = state_of(module)
     key = (type(module), forward, state, size)
@@ -64,8 +65,10 @@ def _takes_two(forward: Any) -> bool:
 
 def _replacement(module: nn.Module, n: int, state: Any) -> Replacement | None:
     try:
-        found = {dtype: _traced(module, n, dtype) for dtype in _DTYPES}
-        if any(each is None for each in found.values()) or not _agrees(module, found[torch.float32], n):
+        with trial(module) as seen:
+            found = {dtype: _traced(module, n, dtype) for dtype in _DTYPES}
+            agrees = all(found.values()) and _agrees(module, found[torch.float32], n)
+        if not agrees or seen.more or seen.modes:
             return None
     except Exception as error:  # a forward may raise, or branch on what a trace does not know
         log.debug("%s is no function of rows: %s: %s", type(module).__name__, type(error).__name__, error)
@@ -138,7 +141,7 @@ def _agrees(module: nn.Module, meaning: _Meaning | None, n: int) -> bool:
     named = (*module.named_parameters(), *module.named_buffers())
     own = {name: torch.randn(t.shape, generator=draw).requires_grad_() for name, t in named}
     given = {name: torch.randn(*_ROWS, n, generator=draw).requires_grad_() for name in _ARGUMENTS}
-    with torch.enable_grad(), torch.autocast("cpu", enabled=False):
+    with torch.enable_grad():
         want = torch.func.functional_call(module, own, tuple(given.values()))
         got = registry.define(meaning.op).function(*((own | given)[name] for name in meaning.operands))
         cotangent, leaves = torch.randn(want.shape, generator=draw), [*own.values(), *given.values()]

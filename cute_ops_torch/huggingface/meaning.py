@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import types
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -25,6 +24,7 @@ from cute_ops_torch.huggingface import recorded_meanings, residual_norm
 from cute_ops_torch.huggingface.bypass import calls, declined, takes
 from cute_ops_torch.huggingface.match import Forward, Replacement, innermost, named_as
 from cute_ops_torch.huggingface.residual_norm import Norm
+from cute_ops_torch.huggingface.trial import is_plain, is_shape, trial
 
 log = logging.getLogger("cute_ops")
 # In which dtypes, and whether in training, modules are traced.
@@ -32,8 +32,6 @@ _TRACES = ((torch.float32, True), (torch.float32, False), (torch.bfloat16, True)
 _LEAVES = ("rmsnorm", "layernorm", "gelu", "relu2")
 _GATES = ("silu_mul", "gelu_mul", "swiglu", "geglu")
 _ROWS = (2, 3)
-# What an attribute may be that is compared with what it was.
-_PLAIN = (int, float, str, type(None), torch.dtype, types.FunctionType, types.BuiltinFunctionType)
 # What is kept of a module that is no op of ours.
 _NO_OP = {"op": None, "tensors": (), "attrs": (), "last": ""}
 # By class and attributes; None of those that are no op of ours.
@@ -60,7 +58,7 @@ class Meaning(NamedTuple):
 def replacement_of(module: nn.Module) -> Replacement | None:
     """The replacement of a module by its meaning; None where no op of ours has it."""
     shape = _shape(module)
-    if shape is None or not _takes_one(type(module).forward) or reads_more(module):
+    if shape is None or not _takes_one(type(module).forward):
         return None
     state = state_of(module)
     key = (type(module), type(module).forward, state, tuple(type(child) for child in module.modules()))
@@ -73,16 +71,14 @@ def meaning_of(module: nn.Module, n: int) -> Meaning | None:
     """The op of ours that a module computes of rows of n elements, in every dtype, in training and in evaluation; None
     if there is none.
     """
-    modes = {child: child.training for child in module.modules()}
     logged = logging.getLogger("torch._subclasses.fake_tensor")  # says what a forward refuses, which is no error here
     before, logged.disabled = logged.disabled, True
     try:
-        found = {_traced_meaning(module.train(mode), n, dtype) for dtype, mode in _TRACES}
+        with trial(module) as seen:
+            found = {_traced_meaning(module, n, dtype, mode) for dtype, mode in _TRACES}
     finally:
         logged.disabled = before
-        for child, mode in modes.items():
-            child.training = mode
-    return found.pop() if len(found) == 1 else None
+    return found.pop() if len(found) == 1 and not seen.more else None
 
 
 def _shape(module: nn.Module) -> int | None:
@@ -95,7 +91,7 @@ def _shape(module: nn.Module) -> int | None:
         return None
     tensors = [*module.parameters(), *module.buffers()]
     if not tensors:
-        return next((value[0] for value in vars(module).values() if _is_shape(value) and len(value) == 1), 12)
+        return next((value[0] for value in vars(module).values() if is_shape(value) and len(value) == 1), 12)
     sizes = {tuple(tensor.shape) for tensor in tensors}
     return next(iter(sizes))[0] if len(sizes) == 1 and tensors[0].ndim == 1 else None
 
@@ -112,28 +108,12 @@ def _takes_one(forward: Any) -> bool:
     return all(p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters[1:])
 
 
-def reads_more(module: nn.Module) -> bool:
-    """Whether a ``forward`` reads an attribute that may change without a trace of it, such as a config."""
-    code = getattr(innermost(type(module).forward), "__code__", None)
-    named = set(code.co_names) if code else set()
-    return any(key in named and not _is_plain(value) for key, value in vars(module).items())
-
-
-def _is_plain(value: Any) -> bool:
-    # NumPy's float64 is a float, yet a tensor in a graph.
-    return (isinstance(value, _PLAIN) and type(value).__module__ != "numpy") or _is_shape(value)
-
-
-def _is_shape(value: Any) -> bool:
-    return isinstance(value, tuple) and len(value) > 0 and all(type(size) is int for size in value)
-
-
 def state_of(module: nn.Module) -> tuple[tuple[str, Any], ...]:
     """The numbers, flags, texts and functions that a module and the modules in it have as attributes."""
     return tuple(
         (f"{name}.{key}", value)
         for name, child in module.named_modules() for key, value in vars(child).items()
-        if _is_plain(value) and key not in ("training", "_is_hf_initialized")
+        if is_plain(value) and key not in ("training", "_is_hf_initialized")
         and not key.startswith("_cute")
     )  # fmt: skip
 
@@ -187,10 +167,12 @@ def _checked_meaning(module: nn.Module, n: int, state: Any) -> Meaning | None:
     return traced
 
 
-def _traced_meaning(module: nn.Module, n: int, dtype: torch.dtype) -> Meaning | None:
+def _traced_meaning(module: nn.Module, n: int, dtype: torch.dtype, training: bool) -> Meaning | None:
     from cute_ops_torch.inductor.front import Front  # importing Inductor's neighbours takes a second
     from cute_ops_torch.inductor.trace import traced
 
+    for child in module.modules():
+        child.training = training  # `train`, which a class may have of its own, may do more
     with torch.device("meta"):
         x = torch.empty(*_ROWS, n, dtype=dtype)
     graph, names = traced(module, (x,), dtype=dtype)
@@ -325,16 +307,16 @@ def _agrees(module: nn.Module, meaning: Meaning, n: int) -> bool:
     def random(shape: Any) -> torch.Tensor:
         return torch.randn(shape, generator=draw).requires_grad_()
 
-    own = {name: random(tensor.shape) for name, tensor in (*module.named_parameters(), *module.named_buffers())}
-    x = random((*_ROWS, n))
-    with torch.enable_grad(), torch.autocast("cpu", enabled=False):
+    with trial(module) as seen, torch.enable_grad():
+        own = {name: random(tensor.shape) for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+        x = random((*_ROWS, n))
         want = torch.func.functional_call(module, own, (x,))
         got = _computed(meaning, own, x)
         cotangent = torch.randn(want.shape, generator=draw)
         wanted: Any = torch.autograd.grad(want, [x, *own.values()], cotangent, allow_unused=True)
         given: Any = torch.autograd.grad(got, [x, *own.values()], cotangent, allow_unused=True)
     pairs = [(got, want), *zip(given, wanted, strict=True)]
-    return all(
+    return not seen.more and all(
         (a is None and b is None) or (a is not None and b is not None and torch.allclose(a, b, rtol=1e-3, atol=1e-4))
         for a, b in pairs
     )

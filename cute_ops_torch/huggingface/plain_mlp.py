@@ -27,8 +27,9 @@ _BERT_CHUNK, _BERT_UP, _BERT_DOWN = "6bb29d0d5cade57e", "dc41afa55f1e5fd4", "db9
 _APPROXIMATE = "approximate"
 # By the source of their `forward`: Hugging Face's SiLU, QuickGELU, and a module that calls its attribute `act`.
 _DIGESTS = {"2bdc4d94c9296936": "silu", "264bef87d559fca3": "quick_gelu", "4587a7e0c8fdf068": _APPROXIMATE}
-# What functions that are the `forward` of activations compute. Hugging Face's are added when a model has them.
-_ACTIVATIONS: dict[Forward, str] = {
+# What functions that are the `forward` of activations compute. Hugging Face's are added when a model has them, and with
+# their classes those whose source is not known: it may read attributes of the class.
+_ACTIVATIONS: dict[Forward | tuple[type, Forward], str] = {
     nn.SiLU.forward: "silu", nn.ReLU.forward: "relu", nn.GELU.forward: _APPROXIMATE,
 }  # fmt: skip
 
@@ -142,7 +143,8 @@ def activation_of(act: Any) -> str | None:
     """The function that calling an activation computes, as :func:`mlp` calls it; None: nothing that it knows."""
     kind: Any = type(act)
     original = getattr(kind, "_cute_original", kind)
-    name = _ACTIVATIONS.get(getattr(original, "forward", None))  # type: ignore[arg-type]
+    forward: Any = getattr(original, "forward", None)
+    name = _ACTIVATIONS.get(forward) or _ACTIVATIONS.get((original, forward))
     if name is None or not calls(act, kind.forward):
         return None
     if name != _APPROXIMATE:
@@ -154,17 +156,19 @@ def learn(act: nn.Module) -> str | None:
     """:func:`activation_of` an activation, whose ``forward`` is known by identity from now on."""
     kind: Any = getattr(type(act), "_cute_original", type(act))
     forward = kind.forward
-    if forward not in _ACTIVATIONS:
-        name = _DIGESTS.get(source_digest(forward) or "") or _written_out(act)
-        if name is None:
+    if forward not in _ACTIVATIONS and (kind, forward) not in _ACTIVATIONS:
+        if name := _DIGESTS.get(source_digest(forward) or ""):
+            _ACTIVATIONS[forward] = name
+        elif name := _written_out(act):
+            _ACTIVATIONS[kind, forward] = name
+        else:
             return None
-        _ACTIVATIONS[forward] = name
     return activation_of(act)
 
 
 def _written_out(act: nn.Module) -> str | None:
     """The function of an activation without attributes whose source is not known."""
-    own = any(key not in vars(nn.Module()) and not key.startswith("_") for key in vars(act))
+    own = any(key not in vars(nn.Module()) and key != "_is_hf_initialized" for key in vars(act))
     holds = any(True for each in (act.parameters(), act.buffers(), act.children()) for _ in each)
     if own or holds or type(act).forward.__module__.startswith("torch."):
         return None

@@ -21,7 +21,6 @@ _DECOMPOSED = (
     "silu_backward", "gelu_backward", "threshold_backward", "sigmoid_backward", "tanh_backward",
     "_softmax_backward_data", "hardswish", "std", "linalg_vector_norm", "norm", "baddbmm", "addcdiv", "stack",
 )  # fmt: skip
-_HELD = ("_parameters", "_buffers", "_modules")
 
 
 def traced(
@@ -52,28 +51,11 @@ def traced(
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=wanted)
 
     functional = torch.func.functionalize(run, remove="mutations")
-    with _kept(module), torch.no_grad(), _unlogged(), mode:
+    with torch.no_grad(), _unlogged(), mode:
         made = make_fx(functional, decomposition_table=_table())(
             [fake(tensor) for tensor in own.values()], [fake(leaves[place]) for place in places]
         )
     return made, list(own)
-
-
-@contextmanager
-def _kept(module: nn.Module) -> Iterator[None]:
-    """Give a module and its submodules back their classes, parameters, buffers and submodules: a ``forward`` that puts
-    a parametrization on one of them (peft's ``target_parameters``) takes the fake tensors for its weights.
-    """
-    before = [(each, type(each), [dict(vars(each)[name]) for name in _HELD]) for each in module.modules()]
-    try:
-        yield
-    finally:
-        for each, cls, held in before:
-            each.__class__ = cls
-            for name, was in zip(_HELD, held, strict=True):
-                now = vars(each)[name]
-                now.clear()
-                now.update(was)
 
 
 @contextmanager

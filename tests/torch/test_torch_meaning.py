@@ -279,16 +279,116 @@ def test_layers_replaced_after_patching_need_no_attributes_of_linear_layers() ->
         torch.testing.assert_close(mlp(x), want)
 
 
-def test_a_forward_that_reads_a_config_is_left() -> None:
-    class Configured(Norm):
-        def __init__(self) -> None:
-            super().__init__("squeezed")
-            self.config = {"scale": 1.0}
+class Configured(Norm):
+    """Reads the size of its input from a config, in one of several ways."""
+
+    def __init__(self, how: str, scale: float = 1.0) -> None:
+        super().__init__("squeezed")
+        self.how, self.config = how, {"scale": scale}
+
+    @property
+    def scale(self) -> float:
+        return self.config["scale"]
+
+    def method(self) -> float:
+        return self.config["scale"]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scales: dict[str, Any] = {
+            "an attribute": lambda: self.config["scale"], "a property": lambda: self.scale, "a method": self.method,
+            "a name": lambda: getattr(self, "config")["scale"],  # noqa: B009
+        }  # fmt: skip
+        return F.rms_norm(x, x.shape[-1:], self.gain, self.eps) * scales[self.how]()
+
+
+@pytest.mark.parametrize("how", ["an attribute", "a property", "a method", "a name"])
+def test_a_forward_that_reads_a_config_is_left(how: str) -> None:
+    assert replacement_of(Configured(how)) is None
+
+
+class Keeping(Norm):
+    """Does something else beside its norm."""
+
+    def __init__(self, does: str) -> None:
+        super().__init__("squeezed")
+        self.does, self.calls, self.last = does, 0, None
+
+    def train(self, mode: bool = True) -> Any:
+        raise AssertionError("patch called a module's `train`")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        SIDE_EFFECTS[self.does](self, x)
+        return super().forward(x)
+
+
+SIDE_EFFECTS: dict[str, Any] = {
+    "counts": lambda self, x: setattr(self, "calls", self.calls + 1),
+    "keeps its input": lambda self, x: setattr(self, "last", x),
+    "makes a buffer": lambda self, x: self.register_buffer("made", torch.ones(3)),
+    "draws": lambda self, x: torch.rand(3),
+    "nothing": lambda self, x: None,
+}
+
+
+@pytest.mark.parametrize("does", SIDE_EFFECTS)
+def test_patch_changes_nothing_of_a_module_that_it_calls(does: str) -> None:
+    norm, called = Keeping(does), list[int]()
+    for register in (norm.register_forward_pre_hook, norm.register_forward_hook, norm.register_full_backward_hook):
+        register(lambda *_: called.append(1))
+    state, held = dict(vars(norm)), {name: dict(vars(norm)[name]) for name in ("_parameters", "_buffers")}
+    numbers = torch.get_rng_state()
+    found = replacement_of(norm)
+    assert (found and found.op) == ("rmsnorm" if does in ("draws", "nothing") else None)
+    assert not called and torch.equal(torch.get_rng_state(), numbers)
+    assert all(vars(norm)[name] is value for name, value in state.items()) and vars(norm).keys() == state.keys()
+    assert {name: dict(vars(norm)[name]) for name in held} == held
+
+
+PLACES: dict[str, Any] = {
+    "inference mode": torch.inference_mode, "no_grad": torch.no_grad, "a device": lambda: torch.device("meta"),
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("place", [*PLACES, "a default dtype"])
+def test_modules_are_recognised_wherever_patch_is_called(place: str) -> None:
+    mlp = type("Named", (MLP,), {})(False, nn.SiLU())
+    if place == "a default dtype":
+        torch.set_default_dtype(torch.bfloat16)
+    try:
+        with PLACES.get(place, torch.enable_grad)():
+            found = replacement_of(mlp)
+            assert torch.get_default_dtype() == (torch.bfloat16 if place == "a default dtype" else torch.float32)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert found is not None and found.op == "silu_mul"
+
+
+def test_activations_of_one_forward_differ_by_attributes_of_their_classes() -> None:
+    class Exact(nn.Module):
+        approximate = "none"
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return F.rms_norm(x, x.shape[-1:], self.gain, self.eps) * self.config["scale"]
+            return F.gelu(x, approximate=self.approximate) * 1.0
 
-    assert replacement_of(Configured()) is None
+    class Approximate(Exact):
+        approximate = "tanh"
+
+    for act in (Exact(), Approximate()):
+        model = nn.Sequential(nn.Embedding(7, N), TwoLayers(act))
+        x = 3 * torch.randn(5, N)
+        want = model[1](x)
+        assert "mlp" in {each.op for each in cute_ops_torch.patch(model)}
+        torch.testing.assert_close(model[1](x), want, rtol=1e-6, atol=1e-6)
+
+
+class TwoLayers(nn.Module):
+    def __init__(self, act: nn.Module) -> None:
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(N, 32), act, nn.Linear(32, N)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.act(self.up(x)))
 
 
 class OfThree(nn.Module):

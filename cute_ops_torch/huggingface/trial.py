@@ -1,0 +1,103 @@
+"""Calls of a module that ``patch`` makes to learn what it computes.
+
+They run on fake or random tensors and change nothing: not the module, nor the state of random numbers. They do not
+depend on where ``patch`` is called: under autocast, in inference mode, with another default device or dtype.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+_HELD = ("_parameters", "_buffers", "_modules")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# Attributes that every module has.
+_OWN = frozenset(vars(nn.Module()))
+# What an attribute may be that is compared with what it was.
+_PLAIN = (int, float, str, type(None), torch.dtype, types.FunctionType, types.BuiltinFunctionType)
+
+
+class Seen:
+    """What the calls of a module and of those in it did.
+
+    Attributes:
+        more: whether they read an attribute that may change without a trace of it, such as a config, or changed one.
+        modes: whether they read if the module is in training.
+    """
+
+    def __init__(self) -> None:
+        self.more = self.modes = False
+
+    def read(self, name: str, value: Any) -> None:
+        """Note that the attribute of this name and value was read."""
+        ours = name in _OWN or name.startswith("_cute")
+        self.more = self.more or (not ours and not is_plain(value))
+        self.modes = self.modes or name == "training"
+
+
+@contextmanager
+def trial(module: nn.Module) -> Iterator[Seen]:
+    """Let a module be called without its hooks, and see what it reads; then give it and its submodules back their
+    classes and all that they held: a ``forward`` that puts a parametrization on one of them (peft's
+    ``target_parameters``) takes the fake tensors for its weights.
+    """
+    seen, default = Seen(), torch.get_default_dtype()
+    before = [(m, type(m), dict(vars(m)), [dict(vars(m)[name]) for name in _HELD]) for m in module.modules()]
+    try:
+        for each, cls, _, _ in before:
+            vars(each).update((name, type(vars(each)[name])()) for name in _HOOKS)
+            each.__class__ = _watched(cls, seen)
+        watched = {each: (type(each), dict(vars(each))) for each, *_ in before}
+        torch.set_default_dtype(torch.float32)
+        with (
+            torch.random.fork_rng(devices=()), torch.device("cpu"), torch.inference_mode(False),
+            torch.autocast("cpu", enabled=False),
+        ):  # fmt: skip
+            yield seen
+        for each, _, _, held in before:
+            now = [vars(each)[name] for name in _HELD]
+            same = _same((type(each), vars(each)), watched[each]) and all(map(_same_values, now, held))
+            seen.more = seen.more or not same
+    finally:
+        torch.set_default_dtype(default)
+        for each, cls, own, held in before:
+            each.__class__ = cls
+            for values, was in [(vars(each), own), *((own[name], was) for name, was in zip(_HELD, held, strict=True))]:
+                values.clear()
+                values.update(was)
+
+
+def is_plain(value: Any) -> bool:
+    """Whether an attribute's value can be compared with what it was."""
+    # NumPy's float64 is a float, yet a tensor in a graph.
+    return (isinstance(value, _PLAIN) and type(value).__module__ != "numpy") or is_shape(value)
+
+
+def is_shape(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) > 0 and all(type(size) is int for size in value)
+
+
+def _watched(cls: Any, seen: Seen) -> Any:
+    """A class derived from a module's that notes which attributes of the module are read."""
+
+    def getattribute(self: Any, name: str) -> Any:
+        value = cls.__getattribute__(self, name)
+        if name in object.__getattribute__(self, "__dict__"):
+            seen.read(name, value)
+        return value
+
+    names = {name: getattr(cls, name) for name in ("__module__", "__qualname__")}
+    return type(cls)(cls.__name__, (cls,), {**names, "__getattribute__": getattribute})
+
+
+def _same(now: tuple[type, dict[str, Any]], before: tuple[type, dict[str, Any]]) -> bool:
+    return now[0] is before[0] and _same_values(*({**own, "training": None} for _, own in (now, before)))
+
+
+def _same_values(now: dict[str, Any], before: dict[str, Any]) -> bool:
+    return now.keys() == before.keys() and all(value is before[name] for name, value in now.items())
