@@ -23,7 +23,7 @@ from cute_ops_torch.composite import constant
 from cute_ops_torch.huggingface.bypass import declined, takes
 from cute_ops_torch.huggingface.match import Forward, Replacement, innermost, named_as
 from cute_ops_torch.huggingface.meaning import state_of
-from cute_ops_torch.huggingface.trial import trial
+from cute_ops_torch.huggingface.trial import agreeing_ranks, trial
 
 log = logging.getLogger("cute_ops")
 Tensor = torch.Tensor
@@ -67,8 +67,9 @@ def _replacement(module: nn.Module, n: int, state: Any) -> Replacement | None:
     try:
         with trial(module) as seen:
             found = {dtype: _traced(module, n, dtype) for dtype in _DTYPES}
-            agrees = all(found.values()) and _agrees(module, found[torch.float32], n)
-        if not agrees or seen.more or seen.modes:
+            wide = found[torch.float32]
+            ranks = agreeing_ranks(lambda rows: _agrees(module, wide, (*rows, n))) if all(found.values()) else ()
+        if not ranks or seen.more or seen.modes:
             return None
     except Exception as error:  # a forward may raise, or branch on what a trace does not know
         log.debug("%s is no function of rows: %s: %s", type(module).__name__, type(error).__name__, error)
@@ -77,7 +78,7 @@ def _replacement(module: nn.Module, n: int, state: Any) -> Replacement | None:
     run = _running(functions, tuple((name.rpartition(".")[2], value) for name, value in state))
 
     def gated(self: Any, hidden_states: Tensor, gate: Any = None) -> Any:
-        return run(self, hidden_states, gate)
+        return run(self, hidden_states, gate) if hidden_states.ndim in ranks else NotImplemented
 
     return Replacement("fused", lambda module, model: True, lambda original: _named(gated, original))
 
@@ -134,13 +135,13 @@ def _traced(module: nn.Module, n: int, dtype: torch.dtype) -> _Meaning | None:
     return _Meaning(declared(found), operands) if {*_ARGUMENTS} <= {*operands} else None
 
 
-def _agrees(module: nn.Module, meaning: _Meaning | None, n: int) -> bool:
-    """Whether op and original give the same results and gradients for random numbers."""
+def _agrees(module: nn.Module, meaning: _Meaning | None, shape: tuple[int, ...]) -> bool:
+    """Whether op and original give the same results and gradients for random numbers of this shape."""
     assert meaning is not None  # so the caller has asked
     draw = torch.Generator().manual_seed(0)
     named = (*module.named_parameters(), *module.named_buffers())
     own = {name: torch.randn(t.shape, generator=draw).requires_grad_() for name, t in named}
-    given = {name: torch.randn(*_ROWS, n, generator=draw).requires_grad_() for name in _ARGUMENTS}
+    given = {name: torch.randn(shape, generator=draw).requires_grad_() for name in _ARGUMENTS}
     with torch.enable_grad():
         want = torch.func.functional_call(module, own, tuple(given.values()))
         got = registry.define(meaning.op).function(*((own | given)[name] for name in meaning.operands))

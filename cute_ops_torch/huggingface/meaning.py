@@ -24,7 +24,7 @@ from cute_ops_torch.huggingface import recorded_meanings, residual_norm
 from cute_ops_torch.huggingface.bypass import calls, declined, takes
 from cute_ops_torch.huggingface.match import Forward, Replacement, innermost, named_as
 from cute_ops_torch.huggingface.residual_norm import Norm
-from cute_ops_torch.huggingface.trial import is_plain, is_shape, trial
+from cute_ops_torch.huggingface.trial import agreeing_ranks, is_plain, is_shape, trial
 
 log = logging.getLogger("cute_ops")
 # In which dtypes, and whether in training, modules are traced.
@@ -120,19 +120,20 @@ def state_of(module: nn.Module) -> tuple[tuple[str, Any], ...]:
 
 def _replacement(module: nn.Module, n: int, state: Any) -> Replacement | None:
     try:
-        meaning = _checked_meaning(module, n, state)
+        meaning, ranks = _checked_meaning(module, n, state)
         if meaning is None:
             return None
     except Exception as error:  # a forward may raise, or branch on what a trace does not know
         log.debug("%s is not recognised: %s: %s", type(module).__name__, type(error).__name__, error)
         return None
     log.debug("%s computes %s", type(module).__name__, meaning.op)
-    ours = _forward(meaning, dict(state), {name: type(child) for name, child in module.named_modules()})
+    ours = _forward(meaning, dict(state), {name: type(child) for name, child in module.named_modules()}, ranks)
     others = [
         name for name, _ in module.named_children() if name not in {meaning.last, *dict(meaning.tensors).values()}
     ]
     unused = others[0] if len(others) == 1 else ""
-    norm = _read_norm(meaning, ours) if meaning.op in ("rmsnorm", "layernorm") else None
+    is_norm = meaning.op in ("rmsnorm", "layernorm") and ranks >= {3, 4}  # what layers and heads give it
+    norm = _read_norm(meaning, ours) if is_norm else None
     return Replacement(
         meaning.op, lambda module, model: True, lambda original: named_as(ours, original), unused, norm=norm
     )
@@ -151,20 +152,23 @@ def _read_norm(meaning: Meaning, ours: Any) -> Callable[[Any], Norm | None]:
     return read
 
 
-def _checked_meaning(module: nn.Module, n: int, state: Any) -> Meaning | None:
-    """The op that a module computes, which another process or a trace found, if it agrees with the original."""
+def _checked_meaning(module: nn.Module, n: int, state: Any) -> tuple[Meaning | None, frozenset[int]]:
+    """The op that a module computes, which another process or a trace found, if it agrees with the original; and the
+    numbers of dims of inputs for which it does.
+    """
     key = recorded_meanings.key_of(module, n, state)
     if (found := recorded_meanings.meanings.recall(key)) is not None:
         if found["op"] is None:
-            return None
+            return None, frozenset()
         tensors, attrs = (tuple((name, value) for name, value in found[each]) for each in ("tensors", "attrs"))
         meaning = Meaning(found["op"], tensors, attrs, found["last"])
-        if meaning.op in (*_LEAVES, *_GATES) and _agrees(module, meaning, n):
-            return meaning
+        if meaning.op in (*_LEAVES, *_GATES) and (ranks := _agreeing(module, meaning, n)):
+            return meaning, ranks
     traced = meaning_of(module, n)
-    traced = traced if traced is not None and _agrees(module, traced, n) else None
+    ranks = _agreeing(module, traced, n) if traced is not None else frozenset()
+    traced = traced if ranks else None
     recorded_meanings.meanings.keep(key, _NO_OP if traced is None else traced._asdict())
-    return traced
+    return traced, ranks
 
 
 def _traced_meaning(module: nn.Module, n: int, dtype: torch.dtype, training: bool) -> Meaning | None:
@@ -240,8 +244,12 @@ def _of_weight(product: Node, places: Mapping[Node, str], module: nn.Module) -> 
     return owner if plain else None
 
 
-def _forward(meaning: Meaning, state: Mapping[str, Any], types: Mapping[str, type[nn.Module]]) -> Forward:
-    """A ``forward`` that runs the op. It leaves to the original what the recognised module was not."""
+def _forward(
+    meaning: Meaning, state: Mapping[str, Any], types: Mapping[str, type[nn.Module]], ranks: frozenset[int]
+) -> Forward:
+    """A ``forward`` that runs the op for inputs of these numbers of dims. It leaves to the original what the recognised
+    module was not.
+    """
     function = getattr(functions, meaning.op)
     attrs, arguments = dict(meaning.attrs), dict(meaning.tensors)
     layers = {*arguments.values(), meaning.last} - {""}
@@ -280,7 +288,8 @@ def _forward(meaning: Meaning, state: Mapping[str, Any], types: Mapping[str, typ
     run = of_mlp if meaning.last else of_leaf
 
     def forward(self: nn.Module, hidden_states: torch.Tensor, *more: Any, **options: Any) -> Any:
-        return NotImplemented if more or options or not same(self) else run(self, hidden_states)
+        other = more or options or hidden_states.ndim not in ranks
+        return NotImplemented if other or not same(self) else run(self, hidden_states)
 
     vars(forward)["same"] = same
     return forward
@@ -300,23 +309,32 @@ def _alike(x: torch.Tensor, *tensors: torch.Tensor) -> bool:
     return x.ndim > 0 and fits and takes(*tensors)
 
 
-def _agrees(module: nn.Module, meaning: Meaning, n: int) -> bool:
-    """Whether op and original give the same results and gradients for random numbers."""
+def _agreeing(module: nn.Module, meaning: Meaning, n: int) -> frozenset[int]:
+    """The numbers of dims of inputs for which op and original agree; empty where the module is no function of its input
+    and its plain attributes.
+    """
+    with trial(module) as seen:
+        ranks = agreeing_ranks(lambda rows: _agrees(module, meaning, (*rows, n)))
+    return frozenset() if seen.more else ranks
+
+
+def _agrees(module: nn.Module, meaning: Meaning, shape: tuple[int, ...]) -> bool:
+    """Whether op and original give the same results and gradients for random numbers of this shape."""
     draw = torch.Generator().manual_seed(0)
 
     def random(shape: Any) -> torch.Tensor:
         return torch.randn(shape, generator=draw).requires_grad_()
 
-    with trial(module) as seen, torch.enable_grad():
-        own = {name: random(tensor.shape) for name, tensor in (*module.named_parameters(), *module.named_buffers())}
-        x = random((*_ROWS, n))
+    own = {name: random(tensor.shape) for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+    x = random(shape)
+    with torch.enable_grad():
         want = torch.func.functional_call(module, own, (x,))
         got = _computed(meaning, own, x)
         cotangent = torch.randn(want.shape, generator=draw)
         wanted: Any = torch.autograd.grad(want, [x, *own.values()], cotangent, allow_unused=True)
         given: Any = torch.autograd.grad(got, [x, *own.values()], cotangent, allow_unused=True)
     pairs = [(got, want), *zip(given, wanted, strict=True)]
-    return not seen.more and all(
+    return all(
         (a is None and b is None) or (a is not None and b is not None and torch.allclose(a, b, rtol=1e-3, atol=1e-4))
         for a, b in pairs
     )

@@ -6,14 +6,16 @@ depend on where ``patch`` is called: under autocast, in inference mode, with ano
 
 from __future__ import annotations
 
+import logging
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
+log = logging.getLogger("cute_ops")
 _HELD = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # Attributes that every module has.
@@ -70,6 +72,22 @@ def trial(module: nn.Module) -> Iterator[Seen]:
             for values, was in [(vars(each), own), *((own[name], was) for name, was in zip(_HELD, held, strict=True))]:
                 values.clear()
                 values.update(was)
+
+
+def agreeing_ranks(agrees: Callable[[tuple[int, ...]], bool]) -> frozenset[int]:
+    """The numbers of dims of an input, up to five, for whose rows an op gives what a module gives; empty if there is no
+    agreement for three dims. A ``forward`` may normalise the second of four dims, and refuse five.
+    """
+    found = set()
+    for rows in ((2, 3), (), (3,), (2, 3, 2), (2, 1, 3, 2)):
+        try:
+            if agrees(rows):
+                found.add(len(rows) + 1)
+        except Exception as error:
+            log.debug("a module refuses rows of %s: %s: %s", rows, type(error).__name__, error)
+        if not found:
+            break
+    return frozenset(found)
 
 
 def is_plain(value: Any) -> bool:

@@ -391,6 +391,36 @@ class TwoLayers(nn.Module):
         return self.down(self.act(self.up(x)))
 
 
+class OfImages(Norm):
+    """Normalises the channels of images, which it takes by their four dims; of a gate, multiplies them by it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.ndim == 4:
+            return super().forward(x.movedim(1, -1)).movedim(-1, 1)
+        return super().forward(x)
+
+
+class Gated(OfImages):
+    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x) * F.silu(gate)
+
+
+class OfImagesMLP(MLP):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.transpose(1, -1) if x.ndim == 4 else x)
+
+
+@pytest.mark.parametrize(
+    "module", [OfImages("squeezed"), Gated("squeezed"), OfImagesMLP(False, nn.SiLU())], ids=lambda m: type(m).__name__
+)
+def test_a_forward_may_depend_on_the_number_of_dims(module: nn.Module) -> None:
+    given = [torch.randn(2, N, N, N), torch.randn(2, N, N, N)][: 1 + isinstance(module, Gated)]
+    want, of_rows = module(*given), module(*(x[0] for x in given))
+    assert len(cute_ops_torch.patch(nn.Sequential(nn.Embedding(7, N), module))) > 1
+    torch.testing.assert_close(module(*given), want)
+    torch.testing.assert_close(module(*(x[0] for x in given)), of_rows)
+
+
 class OfThree(nn.Module):
     """Takes three rows, whatever it is called with to find out what it computes."""
 
