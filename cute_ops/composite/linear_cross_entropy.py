@@ -32,7 +32,6 @@ from cute_ops.ops.gemm.linear import linear, linear_dx
 from cute_ops.ops.reduction.cross_entropy import (
     DTYPES,
     FINISH,
-    IGNORE_INDEX,
     ROW,
     check,
     cross_entropy,
@@ -75,47 +74,38 @@ Source: computing gradients chunk by chunk in the forward: Hsu et al., Liger Ker
 
 
 def loss(
-    rows: Callable[..., Any], total: Callable[..., Any], layer: tuple[Any, Any, Any, Any], attrs: Mapping[str, Any], *,
+    rows: Callable[..., Any], total: Callable[..., Any], layer: tuple[Any, Any, Any, Any], attrs: tuple[Any, ...], *,
     reduction: str, chunk_rows: int | None, accum_dtype: str, count: Any = None, skip_ignored: bool = False,
     whole: bool = False,
 ) -> Any:  # fmt: skip
     """The public function, from a framework's functions of the two ops, the layer (hidden states, weight, target and
-    bias) and the loss' attributes. With ``count``, a number without dims, the sum is divided by it: gradients are
-    computed for the quotient, so that the backward does not scale them. With ``skip_ignored`` the op may leave ignored
-    rows out of its products: their number is read from the device, so only an adapter that can wait for it asks.
-    ``whole``: no device has some of the rows only, so the op itself may count them.
+    bias) and the loss' attributes in the order of :data:`LOSS_ATTRS`. With ``count``, a number without dims, the sum is
+    divided by it: gradients are computed for the quotient, so that the backward does not scale them. With
+    ``skip_ignored`` the op may leave ignored rows out of its products: their number is read from the device, so only an
+    adapter that can wait for it asks. ``whole``: no device has some of the rows only, so the op itself may count them.
 
     Raises:
         TypeError: ``chunk_rows`` that is no integer.
         ValueError: an unknown reduction, ``chunk_rows`` below 1.
     """
-    FINISH.check(NAME, {"reduction": reduction})
+    mean = type(reduction) is str and reduction == "mean"
+    if not mean:
+        FINISH.check(NAME, {"reduction": reduction})
     if chunk_rows is not None and not isinstance(chunk_rows, int):
         raise TypeError(f"cute.{NAME}: option `chunk_rows` is {shown(chunk_rows)}, expected an int or None.")
     if chunk_rows is not None and chunk_rows < 1:
         raise ValueError(f"cute.{NAME}: option `chunk_rows` is {chunk_rows}, expected at least 1.")
     hidden, weight, target, bias = layer
-    ignore_index, options = attrs["ignore_index"], (*attrs.values(), accum_dtype, chunk_rows or 0, skip_ignored)
+    options = (*attrs, accum_dtype, chunk_rows or 0, skip_ignored)
     if reduction == "none" or str(hidden.dtype).removeprefix("torch.") == "float16":
         return _mean(rows(hidden, weight, target, bias, *options, reduction=reduction), count)
-    mean = reduction == "mean"
     if mean and whole:
         return total(hidden, weight, target, None, bias, *options, True)
     # JAX compares int32 with what int32 holds; the op refuses all else.
+    ignore_index = attrs[0]
     held = str(target.dtype).endswith("int64") or not isinstance(ignore_index, int) or abs(ignore_index) < 2**31
     count = (target != (ignore_index if held else 0)).sum() if mean else count
     return total(hidden, weight, target, count, bias, *options)
-
-
-def of_loss(
-    ignore_index: int = IGNORE_INDEX, label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float = 0.0,
-    logit_scale: float = 1.0,
-) -> dict[str, Any]:  # fmt: skip
-    """The attributes of a row's loss by name."""
-    return {
-        "ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss, "softcap": softcap,
-        "logit_scale": logit_scale,
-    }  # fmt: skip
 
 
 # --- programs ------------------------------------------------------------------------------------------------------

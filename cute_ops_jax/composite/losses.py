@@ -54,7 +54,7 @@ def linear_cross_entropy(
     Where rows are sharded, each device runs the loop on its own rows. Where classes are sharded, each device keeps its
     own, as in :func:`vocab_parallel_linear_cross_entropy`, which is for programs inside of a ``shard_map``.
     """
-    attrs = declared.of_loss(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
+    attrs = ignore_index, label_smoothing, z_loss, softcap, logit_scale
     options = {"reduction": reduction, "chunk_rows": chunk_rows, "accum_dtype": accum_dtype}
     return _loss(register, (hidden, weight, target, bias), attrs, options)
 
@@ -101,7 +101,7 @@ def vocab_parallel_linear_cross_entropy(
         NameError: no such axis of a ``shard_map``.
     """
     function = partial(of_slices, axis=axis_name, what="vocab_parallel_linear_cross_entropy")
-    attrs = declared.of_loss(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
+    attrs = ignore_index, label_smoothing, z_loss, softcap, logit_scale
     options = {"reduction": reduction, "chunk_rows": chunk_rows, "accum_dtype": accum_dtype}
     return _loss(function, (hidden, weight, target, bias), attrs, options)
 
@@ -167,7 +167,7 @@ def vocab_parallel_cross_entropy(
     return loss
 
 
-def _loss(function: Any, layer: tuple[Any, ...], attrs: dict[str, Any], options: dict[str, Any]) -> Array:
+def _loss(function: Any, layer: tuple[Any, ...], attrs: tuple[Any, ...], options: dict[str, Any]) -> Array:
     """The loss, by the functions that ``function`` makes of the ops."""
     hidden, weight, target, bias = (None if a is None else jnp.asarray(a) for a in layer)
     rows, total = map(function, (declared.linear_cross_entropy_rows, declared.linear_cross_entropy_total))

@@ -45,7 +45,7 @@ def linear_cross_entropy(
     accum = "float32" if accum_dtype is None else shown(accum_dtype)
     if isinstance(accum_dtype, torch.dtype):
         accum = str(accum_dtype).removeprefix("torch.")
-    attrs = declared.of_loss(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
+    attrs = ignore_index, label_smoothing, z_loss, softcap, logit_scale
     loss: Tensor = declared.loss(
         _rows, _total, (hidden, weight, target, bias), attrs, reduction=reduction, chunk_rows=chunk_rows,
         accum_dtype=accum, whole=type(target) is Tensor,
@@ -65,7 +65,7 @@ def loss_of_head(
         skip_ignored: leave ignored rows out of the products, if that is worth it: waits for the device, but not where
             the last call of as many rows took all of them.
     """
-    attrs = declared.of_loss(ignore_index, label_smoothing, 0.0, softcap, logit_scale)
+    attrs = ignore_index, label_smoothing, 0.0, softcap, logit_scale
     loss: Tensor = declared.loss(
         _rows, _total, (hidden, weight, target, bias), attrs, reduction=reduction, chunk_rows=chunk_rows,
         accum_dtype="float32", count=count, skip_ignored=skip_ignored,

@@ -92,15 +92,17 @@ def once(name: str) -> Callable[[Call], Call]:
     return wrap
 
 
-def linking_inputs(forward: Call, places: Sequence[int] | None = None) -> Call:
-    """Decorate the forward of a Function with ``once``: second derivatives to inputs that are no leaves raise, too;
-    all of them, or those at these places of its arguments.
+def linking_inputs(forward: Call, places: Sequence[int]) -> Call:
+    """Decorate the forward of a Function with ``once``: second derivatives to the inputs at these places of its
+    arguments raise, too, where they are no leaves.
     """
 
     @wraps(forward)
     def run(ctx: Any, *args: Any) -> Any:
-        given = args if places is None else [args[k] for k in places]
-        link_inputs(ctx, *given)
+        for k in places:  # most are weights: a comprehension, and another call, take 2 us
+            if not args[k].is_leaf:
+                link_inputs(ctx, *[args[place] for place in places])
+                break
         return forward(ctx, *args)
 
     return run

@@ -38,12 +38,16 @@ def scaled_gradients(op: Op) -> Callable[[Sequence[Tensor], Tensor, Sequence[Any
 
 
 def _scaled(saved: Sequence[Tensor], dloss: Tensor) -> tuple[Tensor, ...]:
-    if torch.compiler.is_compiling() or modes_active() or not EXACT.issuperset(map(type, (*saved, dloss))):
-        return tuple(torch.ops.cute.scaled_gradient(t, dloss) for t in saved)
+    if torch.compiler.is_dynamo_compiling():
+        return _dispatched(saved, dloss)
     # In place, without a second buffer of the weight's size, unless another backward is to come.
     keep = torch._C._autograd._get_current_graph_task_keep_graph()
     found: tuple[Tensor, ...] = _of_many(len(saved), bool(keep))(*saved, dloss)
     return found
+
+
+def _dispatched(gradients: Sequence[Tensor], dloss: Tensor) -> tuple[Tensor, ...]:
+    return tuple(torch.ops.cute.scaled_gradient(t, dloss) for t in gradients)
 
 
 @cache
@@ -52,6 +56,8 @@ def _of_many(count: int, keep: bool) -> Callable[..., tuple[Tensor, ...]]:
 
     def apart(*given: Tensor) -> tuple[Tensor, ...]:
         *gradients, dloss = given
+        if torch.compiler.is_compiling() or modes_active() or not EXACT.issuperset(map(type, given)):
+            return _dispatched(gradients, dloss)
         return tuple(scale(t, dloss) if keep else scale_(t, dloss) for t in gradients)
 
     def together(record: Any, *given: Tensor) -> tuple[Tensor, ...]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import cute_ops_torch
 from cute_ops.declaration.shapes import FLOATS
@@ -142,6 +145,30 @@ def test_nobody_waits_for_the_device() -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(gradient, before)
+
+
+def test_modes_see_the_scaling_of_gradients_that_are_known() -> None:
+    """Calls without a mode before and after scale in place, past the dispatcher; their guard asks for modes."""
+    seen: list[str] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    hidden, weight, target = torch.randn(6, 16), torch.randn(24, 16), torch.arange(6)
+
+    def gradients(mode: Any) -> tuple[torch.Tensor, ...]:
+        leaves = [t.clone().requires_grad_() for t in (hidden, weight)]
+        loss = cute_ops_torch.linear_cross_entropy(*leaves, target)
+        with mode:
+            return torch.autograd.grad(loss, leaves, torch.tensor(-1.7))
+
+    expected = [gradients(contextlib.nullcontext()) for _ in range(3)][-1]
+    for mode, times in ((Watch(), 2), (contextlib.nullcontext(), 0)):
+        seen.clear()
+        torch.testing.assert_close(gradients(mode), expected, rtol=1e-6, atol=1e-6)
+        assert seen.count("scaled_gradient.default") == times
 
 
 @pytest.mark.gpu
