@@ -54,7 +54,8 @@ class AdamW(torch.optim.Optimizer):
     PyTorch's, are ignored.
 
     Raises:
-        TypeError: a rate, eps or decay that is no number, betas that are not two.
+        TypeError: a rate, eps or decay that is no number, betas that are not two; in :meth:`step`, a parameter of
+            another dtype.
         ValueError: a negative rate, eps or decay, betas outside of [0, 1), or ``amsgrad`` or ``differentiable``
             in a group or a loaded state dict.
         RuntimeError: in :meth:`step`, a sparse gradient, or a CUDA graph that is captured without ``capturable``.
@@ -96,16 +97,13 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            self._step(group)
+        given = [_gradients(group) for group in self.param_groups]  # of all, before the first changes
+        for group, slopes in zip(self.param_groups, given, strict=True):
+            self._step(group, slopes)
         return loss
 
-    def _step(self, group: dict[str, Any]) -> None:
+    def _step(self, group: dict[str, Any], slopes: Mapping[Tensor, Tensor]) -> None:
         """One step on a group: small parameters by a launch for many, large ones by a launch for each."""
-        _check(group)
-        slopes = {p: grad for p in group["params"] if (grad := p.grad) is not None}
-        if any(grad.is_sparse for grad in slopes.values()):
-            raise RuntimeError(f"{WHAT}: sparse gradients are not supported.")
         capturable = bool(group.get("capturable"))
         states = [self.state[p] or self._init_state(p, capturable) for p in slopes]
         if not states:
@@ -300,6 +298,21 @@ def _check(group: Mapping[str, Any]) -> None:
             raise ValueError(f"{WHAT}: option `{name}` is {group[name]}, expected False: {reason}.")
     if not group.get("decoupled_weight_decay", True):
         raise ValueError(f"{WHAT}: option `decoupled_weight_decay` is False; take torch.optim.Adam.")
+
+
+def _gradients(group: Mapping[str, Any]) -> dict[Tensor, Tensor]:
+    """The parameters of a group that have a gradient, and that; raises errors for a group that no step is made on."""
+    _check(group)
+    slopes = {p: grad for p in group["params"] if (grad := p.grad) is not None}
+    for parameter, grad in slopes.items():
+        if grad.is_sparse:
+            raise RuntimeError(f"{WHAT}: sparse gradients are not supported.")
+        if parameter.dtype not in DTYPES:
+            raise TypeError(
+                f"{WHAT}: a parameter is {str(parameter.dtype).removeprefix('torch.')}{[*parameter.shape]}, expected "
+                "float32, float16 or bfloat16; take torch.optim.AdamW for it."
+            )
+    return slopes
 
 
 def _factors(group: dict[str, Any], step: int, device: torch.device) -> tuple[Tensor, ...]:

@@ -119,7 +119,7 @@ class GroupNorm(Layered):
         dtype: torch.dtype | None = None, *, channels_last: bool = False, activation: str = "none",
     ) -> None:  # fmt: skip
         super().__init__()
-        if num_channels % num_groups:
+        if num_groups < 1 or num_channels % num_groups:
             raise ValueError(f"cute.GroupNorm: num_groups is {num_groups}, no divisor of num_channels={num_channels}.")
         self.groups, self.num_channels, self.eps = num_groups, num_channels, eps
         self.channels_last, self.activation = channels_last, activation

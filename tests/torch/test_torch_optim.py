@@ -142,6 +142,18 @@ def test_errors() -> None:
         AdamW([{"params": [weight], "decoupled_weight_decay": False}])
 
 
+@pytest.mark.parametrize("kind", ["float64", "sparse"])
+def test_a_step_that_is_refused_changes_nothing(kind: str) -> None:
+    dtype = torch.float64 if kind == "float64" else torch.float32
+    first, other = nn.Parameter(torch.ones(3, 4)), nn.Parameter(torch.ones(5, dtype=dtype))
+    first.grad, ones = torch.ones(3, 4), torch.ones(5, dtype=dtype)
+    other.grad = ones.to_sparse() if kind == "sparse" else ones
+    optimizer = AdamW([{"params": [first]}, {"params": [other]}])
+    with pytest.raises((TypeError, RuntimeError), match=rf"optim\.AdamW: .*{kind}.*"):
+        optimizer.step()
+    assert (first == 1).all() and not optimizer.state
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("of", ["argument", "group", "state dict"])
 def test_maximize(of: str, device: str) -> None:
