@@ -16,6 +16,7 @@ from cute_ops.composite.chunks import AUTO
 from cute_ops.composite.linear_distillation import linear_distillation_rows, linear_distillation_total
 from cute_ops.declaration.array_api import constant
 from cute_ops.errors import shown
+from cute_ops.ops.checks import LARGEST
 
 Array = TypeVar("Array")
 PREFERENCES = preferences.KINDS
@@ -141,6 +142,7 @@ class Training(Generic[Array]):
         """
         function, labels = "linear_preference_loss", self._array(target)
         count = self._check_preference(function, kind, labels, reference, desirable, label_smoothing)
+        self._check_finite(function, beta=beta, alpha=alpha, gamma=gamma, tau=tau, kl=kl)
         if average is None:
             average = kind in preferences.AVERAGED
         self._check_type(function, "average", average, bool)
@@ -213,6 +215,9 @@ class Training(Generic[Array]):
         self._check_kind(function, kind, POLICIES)
         self._check_kind(function, level, LEVELS[: 1 if kind == "cispo" else 2], "level")
         self._check_most(function, max_tokens)
+        self._check_finite(function, beta=beta)
+        # Infinity bounds nothing.
+        self._check_finite(function, inf, clip_low=clip_low, clip_high=clip_high, ratio_bound=ratio_bound)
         self._check_dims(function, labels)
         gain = self._numbers(function, "advantages", advantages, labels.shape[:1], hidden)[:, None]
         earlier, reference, factor = (
@@ -290,6 +295,7 @@ class Training(Generic[Array]):
         """
         function, xp = "linear_distillation_loss", self._xp
         self._check_factors(function, hard=hard, soft=soft)
+        self._check_finite(function, hard=hard, soft=soft)
         constants = isinstance(hard, Real) and isinstance(soft, Real)
         has_hard = not isinstance(hard, Real) or bool(hard)
         if has_hard and target is None:
@@ -369,6 +375,13 @@ class Training(Generic[Array]):
         """Raise ValueError unless targets are those of sequences."""
         if len(target.shape) != 2:
             raise ValueError(f"cute.{function}: argument `target` has {len(target.shape)} dims, expected 2: I[b s].")
+
+    def _check_finite(self, function: str, most: float = LARGEST, **options: Any) -> None:
+        """Raise ValueError for numbers that are NaN, or beyond ``most``; of arrays nobody knows."""
+        for name, value in options.items():
+            if isinstance(value, Real) and not -most <= float(value) <= most:
+                expected = "a finite number" if most < inf else "a number"
+                raise ValueError(f"cute.{function}: option `{name}` is {shown(value)}, expected {expected}.")
 
     def _check_factors(self, function: str, **factors: Any) -> None:
         """Raise unless these options are numbers, or arrays without dims."""

@@ -13,6 +13,8 @@ from cute_ops.errors import is_array, shown
 
 LARGEST = sys.float_info.max
 FINITE, NOT_NEGATIVE = (-LARGEST, LARGEST), (0.0, LARGEST)
+MOST_FACTOR = 2.0**126  # float32 holds its reciprocal, too
+TERM = (-1e37, 1e37)  # of a loss in float32
 
 
 def no_columns(binding: Binding, name: str) -> str | None:
@@ -29,6 +31,19 @@ def within(**bounds: tuple[float, float]) -> Callable[[Binding], str | None]:
             value = binding.attrs[name]
             if not least <= value <= most:
                 return f"attribute `{name}` is {value}, expected {_range(least, most)}."
+        return None
+
+    return check
+
+
+def factors(*names: str) -> Callable[[Binding], str | None]:
+    """A check of attributes that are 0, or a number that kernels multiply or divide by in float32."""
+
+    def check(binding: Binding) -> str | None:
+        for name in names:
+            value = binding.attrs[name]
+            if value and not 1.0 / MOST_FACTOR <= abs(value) <= MOST_FACTOR:
+                return f"attribute `{name}` is {value}, expected 0, or from 2^-126 to 2^126, as float32 holds it."
         return None
 
     return check

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from cute_ops.composite.preferences import SMOOTHED
-from cute_ops.composite.training import PREFERENCES
+from cute_ops.composite.training import POLICIES, PREFERENCES
 from tests.contract.adapters import Adapter
 from tests.ops.wrong_calls import GOOD
 
@@ -83,13 +83,35 @@ def test_smoothing_of_preferences(adapter: Adapter, kind: str) -> None:
             preference(adapter, kind, label_smoothing=share)
 
 
-def test_numbers_of_tokens(adapter: Adapter) -> None:
-    """With a negative one the loss would have the other sign."""
+def policy(adapter: Adapter, kind: str, **options: Any) -> Any:
     shapes = {"hidden": (2, 3, 8), "weight": (6, 8), "target": (2, 3), "advantages": (2,)}
     given = {name: adapter.array(np.ones(s, "i4" if name == "target" else "f4")) for name, s in shapes.items()}
+    return adapter.ours.linear_policy_loss(**given, kind=kind, **options)
+
+
+def test_numbers_of_tokens(adapter: Adapter) -> None:
+    """With a negative one the loss would have the other sign."""
     for wrong in (-3, 2.5, True):
         with pytest.raises((TypeError, ValueError), match=r"cute\.linear_policy_loss: option `max_tokens` "):
-            adapter.ours.linear_policy_loss(**given, kind="dr_grpo", max_tokens=wrong)
+            policy(adapter, "dr_grpo", max_tokens=wrong)
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
+def test_numbers_of_training_that_are_none(adapter: Adapter, wrong: float) -> None:
+    """Also those that a kind does not read; only a bound may be infinite, and bounds nothing then."""
+    rng = np.random.default_rng(list(str(wrong).encode()))
+    kinds, policies = rng.choice(PREFERENCES, 5), rng.choice(POLICIES, 4)
+    for kind, name in zip(kinds, ("beta", "alpha", "gamma", "tau", "kl"), strict=True):
+        with pytest.raises(
+            ValueError, match=rf"cute\.linear_preference_loss: option `{name}` is {wrong}, expected a fi"
+        ):
+            preference(adapter, str(kind), **{name: wrong})
+    for kind, name in zip(policies, ("beta", "clip_low", "clip_high", "ratio_bound"), strict=True):
+        if name == "beta" or wrong != wrong:
+            with pytest.raises(ValueError, match=rf"cute\.linear_policy_loss: option `{name}` is {wrong}, expected a"):
+                policy(adapter, str(kind), **{name: wrong})
+    unbounded = policy(adapter, "grpo", clip_low=float("inf"), clip_high=float("inf"), ratio_bound=float("inf"))[0]
+    assert np.isclose(adapter.numpy(unbounded), -1.0)
 
 
 @pytest.mark.parametrize("base", [0.0, -1.0, float("inf"), float("nan")])

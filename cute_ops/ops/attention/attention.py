@@ -24,11 +24,11 @@ from cute_ops.ops.attention import config, mods
 from cute_ops.ops.attention.captured import captured_bwd
 from cute_ops.ops.attention.sequences import Sequences, Where, fill_offsets
 from cute_ops.ops.attention.softmax import softmax
+from cute_ops.ops.checks import MOST_FACTOR
 
 HALVES = ("bfloat16", "float16")
 WIDE = {"T": ("float32",)}  # which the framework computes
 LONGEST = 1 << 24  # whole numbers up to this one are float32
-MOST_FACTOR = 2.0**126  # of scores; float32 holds its reciprocal, too
 CAUSAL: dict[str, Any] = {"absent": ("sinks",), "attrs": {"causal": True}}
 PACKED_CASES = (
     Case("llama3-8b", {"s": 300, "t": 300, "b": 5, "g": 2, "r": 4, "d": 128, "e": 128}, **CAUSAL),

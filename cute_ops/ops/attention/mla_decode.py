@@ -15,9 +15,10 @@ from cute_ops.declaration.program import Program
 from cute_ops.declaration.split import Sharding
 from cute_ops.declaration.tensor import Tensor
 from cute_ops.ops.attention import config
-from cute_ops.ops.attention.attention import HALVES, LONGEST, MOST_FACTOR
+from cute_ops.ops.attention.attention import HALVES, LONGEST
 from cute_ops.ops.attention.decode_attention import MOST_QUERIES, fill_pages, place_of_queries, side_by_side
 from cute_ops.ops.attention.softmax import softmax
+from cute_ops.ops.checks import MOST_FACTOR
 
 Arrays = Mapping[str, Any]
 PLAIN: dict[str, Any] = {"absent": ("page_table",)}

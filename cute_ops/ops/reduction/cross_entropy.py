@@ -14,7 +14,7 @@ from cute_ops.declaration.op import Op
 from cute_ops.declaration.shapes import FLOATS
 from cute_ops.declaration.split import Sharding, Split
 from cute_ops.declaration.tensor import Tensor
-from cute_ops.ops.checks import FINITE, NOT_NEGATIVE, no_columns, within
+from cute_ops.ops.checks import FINITE, NOT_NEGATIVE, TERM, factors, no_columns, within
 from cute_ops.ops.reduction.config import MAP, REDUCE, mapped, normalised_in_place, reduced
 
 CASES = (
@@ -113,13 +113,15 @@ def check(binding: Binding) -> str | None:
     scale = binding.attrs["logit_scale"]
     if not problem and scale <= 0:
         problem = f"attribute `logit_scale` is {scale}, expected a positive number."
+    problem = problem or _as_float32(binding)
     ignored, bits = binding.attrs["ignore_index"], 31 if binding.dtypes["I"] == "int32" else 63
     if not problem and not -(2**bits) <= ignored < 2**bits:
         problem = f"attribute `ignore_index` is {ignored}, which no target of {binding.dtypes['I']} can be."
     return problem
 
 
-_in_range = within(label_smoothing=(0.0, 1.0), z_loss=FINITE, softcap=NOT_NEGATIVE, logit_scale=FINITE)
+_in_range = within(label_smoothing=(0.0, 1.0), z_loss=TERM, softcap=NOT_NEGATIVE, logit_scale=FINITE)
+_as_float32 = factors("softcap", "logit_scale")
 
 
 def reduce_rows(

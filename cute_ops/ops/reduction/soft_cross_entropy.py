@@ -8,7 +8,7 @@ from typing import Any
 from cute_ops.declaration.case import Case
 from cute_ops.declaration.finish import Finish
 from cute_ops.ops import docs
-from cute_ops.ops.checks import FINITE, NOT_NEGATIVE, within
+from cute_ops.ops.checks import FINITE, NOT_NEGATIVE, TERM, factors, within
 from cute_ops.ops.expression.fused import fused
 
 ROW: Mapping[str, Any] = {"axis": -1, "keepdims": True}
@@ -50,12 +50,14 @@ def _reduced(
     return {"loss": loss if reduction == "none" else xp.sum(loss) if reduction == "sum" else xp.mean(loss)}
 
 
+_in_range = within(label_smoothing=(0.0, 1.0), z_loss=TERM, softcap=NOT_NEGATIVE, logit_scale=FINITE)
+_as_float32 = factors("softcap", "logit_scale")
 soft_cross_entropy = fused(
     _soft_cross_entropy, name="soft_cross_entropy", operands={"logits": "*m n", "target": "any *m n"},
     outputs=("loss",), cases=CASES,
     attrs={"label_smoothing": 0.0, "z_loss": 0.0, "softcap": 0.0, "logit_scale": 1.0},
     finish=Finish(_reduced, {"reduction": ("mean", "sum", "none")}, {"reduction": "none"}),
-    squeezed=True, check=within(label_smoothing=(0.0, 1.0), z_loss=FINITE, softcap=NOT_NEGATIVE, logit_scale=FINITE),
+    squeezed=True, check=lambda binding: _in_range(binding) or _as_float32(binding),
     grad_doc="Gradients of :func:`soft_cross_entropy` to the logits and to the probabilities.",
     doc=f"""Cross entropy of logits with probabilities of the classes as targets.
 
