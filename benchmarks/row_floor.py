@@ -7,12 +7,14 @@ A point is a kernel on buffers that together exceed L2. Rows of the CSV file, in
   in L2. What is left are instructions, exchanges between threads and CTAs, and the latency of L2;
 - `bytes alone`: a kernel that reads and writes as many tensors, element by element, and does nothing but add them up;
   its rate for the bytes that the call moves at least. Where only numbers of rows are stored it adds up rows;
+- of group norms in shared memory `parts alone` (parts_alone.py): the same CTAs load the same parts, wait for each other
+  and store them, without sums;
 - of rows that an index names `in order`: the same machine code with places in ascending order; `torch, by places`:
   PyTorch's copy of as many rows to the same places.
 
 The floor of a point is the slower one of the first two that follow `ours`: no other schedule of these instructions, and
-no kernel that moves these bytes, is faster. `of_copy` is the least bytes over what a large copy would move
-in that time.
+no kernel that moves these bytes, is faster; nor, than `parts alone`, one that keeps these parts. `of_copy` is the least
+bytes over what a large copy would move in that time.
 
     python benchmarks/row_floor.py --out out/benchmarks
     python benchmarks/row_floor.py --points "rmsnorm fwd" topk --append
@@ -41,24 +43,41 @@ from cute_ops import Op, fused
 from cute_ops.autotune import dispatch
 from cute_ops.autotune.rows import bytes_moved
 from cute_ops.declaration.binding import Binding, bind
+from cute_ops.declaration.config import Tuning
 from cute_ops.declaration.shapes import ITEMSIZE, Array
 from cute_ops.jit import cache, target
-from cute_ops.jit.plan import Plan
+from cute_ops.jit.plan import Plan, plan
 from cute_ops.ops.conv.channels_first import causal_conv1d_channels_first_bwd
-from cute_ops.ops.norm.group_norm import group_norm_examples
+from cute_ops.ops.norm import group_config
+from cute_ops.ops.norm.group_norm import group_norm_examples, group_norm_examples_bwd
 from cute_ops.ops.routing.gathered import scattered_dots, scattered_rows
 from cute_ops.ops.routing.route import routed_rows
 from cute_ops.ops.routing.topk import topk_step
 from cute_ops_torch.tools import measure
 
 COLUMNS = ("point", "kernel", "us", "us_min", "us_max", "bytes", "gb_s", "of_copy", "config")
-OURS, IN_ORDER, BY_PLACES = "ours", "in order", "torch, by places"
+OURS, IN_ORDER, BY_PLACES, OF_PARTS = "ours", "in order", "torch, by places", "parts alone"
 CALL_BYTES = 224 << 20  # of a call whose number of rows is not said
 FOLD = 4 << 20  # bytes of the memory that all pages of a tensor are
 TURNS = 7
 SM90 = "sm_90a:132"  # an H200, where --list is asked for
 NAMED = {"scattered_rows": "x", "scattered_dots": "dout"}  # kernels whose rows go to places: the rows' own tensor
 Sampler = Callable[[], float]
+
+
+def parts_alone(op: Op, kernel: str) -> Op:
+    """An op of group norms with another kernel."""
+    return Op(
+        f"{op.name}_parts", inputs=op.inputs, outputs=op.outputs, dtypes=op.dtypes, attrs=dict(op.attrs),
+        static=op.static, derived=op.derived, reference=op.reference, kernel=f"parts_alone:{kernel}",
+        tuning=Tuning(group_config.examples), cases=op.cases, doc=op.doc, inference_only="it computes nothing",
+    )  # fmt: skip
+
+
+PARTS_ALONE = {
+    op.name: parts_alone(op, kernel)
+    for op, kernel in ((group_norm_examples, "PartsForward"), (group_norm_examples_bwd, "PartsBackward"))
+}
 
 
 class Point(NamedTuple):
@@ -117,8 +136,13 @@ def conv_channels_first(batch: int, channels: int, seqlen: int, width: int, dtyp
 
 
 def grouped(batch: int, positions: int, channels: int, dtype: str = "bfloat16") -> Point:
-    each = ((channels,), dtype)
-    return of(group_norm_examples, {"groups": 32}, x=((batch, positions, channels), dtype), weight=each, bias=each)
+    x, each = ((batch, positions, channels), dtype), ((channels,), dtype)
+    return of(group_norm_examples, {"groups": 32}, x=x, weight=each, bias=each)
+
+
+def grouped_bwd(batch: int, positions: int, channels: int, dtype: str = "bfloat16") -> Point:
+    x, each, of_groups = ((batch, positions, channels), dtype), ((channels,), dtype), ((batch, 32), "float32")
+    return of(group_norm_examples_bwd, x=x, dy=x, mean=of_groups, rstd=of_groups, weight=each, bias=each)
 
 
 def routed(rows: int, experts: int, k: int, dtype: str = "bfloat16") -> Point:
@@ -157,10 +181,14 @@ def points() -> Iterator[Point]:
     yield from (rows("layernorm", n, "bwd") for n in (9832, 10824))
     yield from (rows("add_layernorm", n, "bwd", **k) for n, k in ((10240, F16), (12288, {})))
     yield from (conv((1, 4096), 5216, 4, "fwd", "float32"), conv((8, 4096), 2048, 4, "fwd", "bfloat16"))
+    yield from (conv((1, 4096), 5217, 4, "fwd", "float32"), conv((8, 4096), 2049, 4, "fwd", "bfloat16"))
     yield from (conv((97, 1024), 920, 4, "bwd", "float16"), conv((6, 1024), 6840, 4, "bwd", "float32"))
     yield from (conv_channels_first(2, 5896, 4096, 3, "bfloat16"), conv_channels_first(9, 1111, 3001, 4, "bfloat16"))
     yield from (conv_channels_first(400, 1536, 77, 4, "bfloat16"), rows("adamw", 289, attrs=(("eps", 0.1),)))
     yield from (grouped(143, 1600, 192), grouped(516, 1024, 128), grouped(66, 4096, 256), grouped(110, 1024, 320))
+    yield from (grouped(60, 4096, 192), grouped(40, 4096, 320), grouped(96, 1024, 640), grouped(61, 2304, 192))
+    yield from (grouped_bwd(143, 1600, 192), grouped_bwd(516, 1024, 128), grouped_bwd(66, 4096, 256))
+    yield from (grouped_bwd(110, 1024, 320),)
     yield from (rows("dropout_add_layernorm", 8192, **DROPPED), rows("dropout_add_rmsnorm", 4096, **DROPPED))
     yield from (routed(511845, 256, 8), routed(262144, 512, 8), routed(4194304, 8, 2), routed(819200, 128, 8))
     yield from (rows("divergence", 2880, **F16), *(rows("divergence", n) for n in (9728, 32000, 128256, 124874)))
@@ -320,7 +348,12 @@ def plans_of(point: Point, on: target.Target) -> dict[str, tuple[Binding, Plan]]
     found = {OURS: point.binding, ON_CHIP: point.binding, BYTES_ALONE: bytes_alone(point.binding)}
     if point.binding.op.name in NAMED:
         found[IN_ORDER] = point.binding
-    return {kernel: (binding, dispatch.choose(binding, {}, on)) for kernel, binding in found.items()}
+    plans = {kernel: (binding, dispatch.choose(binding, {}, on)) for kernel, binding in found.items()}
+    chosen = plans[OURS][1].variant.config
+    if point.binding.op.name in PARTS_ALONE and chosen["form"] == "smem":
+        binding = bind(PARTS_ALONE[point.binding.op.name], point.binding.inputs, point.binding.attrs)
+        plans[OF_PARTS] = binding, plan(binding, {}, on, config=chosen)
+    return plans
 
 
 def config(chosen: Plan) -> str:
