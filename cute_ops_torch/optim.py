@@ -127,7 +127,7 @@ class AdamW(torch.optim.Optimizer):
 
     def _init_state(self, parameter: Tensor, capturable: bool) -> dict[str, Any]:
         state: dict[str, Any] = self.state[parameter]
-        state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device if capturable else None)
+        state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device if capturable else "cpu")
         state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         return state

@@ -45,6 +45,7 @@ from cute_ops_torch.huggingface.report import Patched, Replaced, describe
 from cute_ops_torch.huggingface.shared_input import SHARED
 from cute_ops_torch.huggingface.state_space import CONVOLUTION, SCAN
 from cute_ops_torch.huggingface.sums import SUMS
+from cute_ops_torch.huggingface.trial import same_everywhere
 from cute_ops_torch.huggingface.unreplaced import UNWANTED, find_left, is_causal
 
 log = logging.getLogger("cute_ops")
@@ -103,20 +104,21 @@ def patch(
     wanted = _wanted(only, without)
     if find_spec("transformers") is not None:
         register_attention()
-    every = [
-        (name, module, each) for name, module in model.named_modules() for each in _matching(module, model, logits)
-    ]
-    found = _called([each for each in every if _serves(each[2], wanted)], model)
-    unwanted = [Replaced(name, each.op) for name, _, each in every if each.op and each.op not in wanted]
-    if not any(each.op for _, _, each in found):
-        if len(wanted) < len(RUN) and not _is_patched(model):
-            return _report(model, {}, unwanted)
-        raise ValueError(_nothing_to_patch(model))
-    for name, module, replacement in reversed(found):  # functions first: `rope` wraps a forward rebound to them
-        if why := replacement.apart(module):
-            log.debug("%s runs %s in a pass of its own: %s", name, replacement.op, why)
-        _pack(module, replacement)
-        module.__class__ = _subclass(type(module), replacement)  # type: ignore[arg-type]
+    with same_everywhere():
+        every = [
+            (name, module, each) for name, module in model.named_modules() for each in _matching(module, model, logits)
+        ]
+        found = _called([each for each in every if _serves(each[2], wanted)], model)
+        unwanted = [Replaced(name, each.op) for name, _, each in every if each.op and each.op not in wanted]
+        if not any(each.op for _, _, each in found):
+            if len(wanted) < len(RUN) and not _is_patched(model):
+                return _report(model, {}, unwanted)
+            raise ValueError(_nothing_to_patch(model))
+        for name, module, replacement in reversed(found):  # functions first: `rope` wraps a forward rebound to them
+            if why := replacement.apart(module):
+                log.debug("%s runs %s in a pass of its own: %s", name, replacement.op, why)
+            _pack(module, replacement)
+            module.__class__ = _subclass(type(module), replacement)  # type: ignore[arg-type]
     if find_spec("transformers") is not None:
         captures.install_hooks(model)
     ops: dict[str, list[str]] = {}

@@ -1,6 +1,6 @@
 """Calls of a module that ``patch`` makes to learn what it computes.
 
-They run on fake or random tensors and change nothing: not the module, nor the state of random numbers. They do not
+They run on fake or random tensors and change nothing: not the module, nor the state of random numbers. Nor do they
 depend on where ``patch`` is called: under autocast, in inference mode, with another default device or dtype.
 """
 
@@ -43,30 +43,41 @@ class Seen:
 
 
 @contextmanager
+def same_everywhere() -> Iterator[None]:
+    """A context in which functions of random numbers give what they give in a fresh process, and whose random numbers
+    leave those of the program as they are.
+    """
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with (
+            torch.random.fork_rng(devices=()), torch.device("cpu"), torch.inference_mode(False),
+            torch.autocast("cpu", enabled=False),
+        ):  # fmt: skip
+            yield
+    finally:
+        torch.set_default_dtype(default)
+
+
+@contextmanager
 def trial(module: nn.Module) -> Iterator[Seen]:
     """Let a module be called without its hooks, and see what it reads; then give it and its submodules back their
     classes and all that they held: a ``forward`` that puts a parametrization on one of them (peft's
     ``target_parameters``) takes the fake tensors for its weights.
     """
-    seen, default = Seen(), torch.get_default_dtype()
+    seen = Seen()
     before = [(m, type(m), dict(vars(m)), [dict(vars(m)[name]) for name in _HELD]) for m in module.modules()]
     try:
         for each, cls, _, _ in before:
             vars(each).update((name, type(vars(each)[name])()) for name in _HOOKS)
             each.__class__ = _watched(cls, seen)
         watched = {each: (type(each), dict(vars(each))) for each, *_ in before}
-        torch.set_default_dtype(torch.float32)
-        with (
-            torch.random.fork_rng(devices=()), torch.device("cpu"), torch.inference_mode(False),
-            torch.autocast("cpu", enabled=False),
-        ):  # fmt: skip
-            yield seen
+        yield seen
         for each, _, _, held in before:
             now = [vars(each)[name] for name in _HELD]
             same = _same((type(each), vars(each)), watched[each]) and all(map(_same_values, now, held))
             seen.more = seen.more or not same
     finally:
-        torch.set_default_dtype(default)
         for each, cls, own, held in before:
             each.__class__ = cls
             for values, was in [(vars(each), own), *((own[name], was) for name, was in zip(_HELD, held, strict=True))]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch.autograd import forward_ad
+from torch.utils._device import DeviceContext
 
 _C = torch._C
 # Types with the behaviour of a plain tensor. Other subclasses may override calls.
@@ -21,15 +22,25 @@ def wrapped(tensor: torch.Tensor) -> bool:
 
 def modes_active() -> bool:
     """Whether anything observes or transforms calls of ops, the profiler too."""
-    return transforms_active() or torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+    watched = _C._len_torch_function_stack() > 0 or transforms_active()
+    return watched or torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
 
 
 def transforms_active() -> bool:
-    """Whether calls of ops may be transformed: by modes, functorch, forward-mode AD or tracing."""
+    """Whether calls of ops may be transformed: by modes, functorch, forward-mode AD or tracing. A default device's mode
+    transforms none.
+    """
     return (
         modes() > 0
-        or _C._len_torch_function_stack() > 0
+        or (_C._len_torch_function_stack() > 0 and not _only_default_device())
         or _C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
         or _C._get_tracing_state() is not None
     )
+
+
+def _only_default_device() -> bool:
+    """Whether the one mode that sees calls of functions is that of ``torch.set_default_device``, or ``torch.device`` as
+    a context: it gives a device to functions that make tensors, and observes nothing.
+    """
+    return _C._len_torch_function_stack() == 1 and type(_C._get_function_stack_at(0)) is DeviceContext

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cute_ops import Op
@@ -21,6 +22,7 @@ from cute_ops.ops import OPS
 from cute_ops_torch.host import fast_path, function, launch
 from cute_ops_torch.library import autograd, reference
 from cute_ops_torch.library import tensors as binding
+from cute_ops_torch.library.modes import transforms_active
 from cute_ops_torch.library.nodes import Nodes
 from cute_ops_torch.library.reference import fake_kernel, implement
 from cute_ops_torch.library.schema import schema
@@ -249,6 +251,21 @@ def test_what_is_watched_goes_through_the_dispatcher(make: Any, check_watched: A
             assert call(torch.empty(3, 96)).is_meta
         with torch.autocast("cpu", torch.bfloat16):
             assert call(x).dtype == torch.float32
+
+
+class Functions(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_default_device_hides_no_mode() -> None:
+    """Patched models run their ops under ``torch.set_default_device``, and under no mode that sees calls."""
+    with torch.device("meta"):
+        assert not transforms_active()
+        with Functions():
+            assert transforms_active()
+    with Functions(), torch.device("meta"):
+        assert transforms_active()
 
 
 class Passing(TorchDispatchMode):

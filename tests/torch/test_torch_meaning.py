@@ -19,6 +19,7 @@ from cute_ops.fusion import analyse
 from cute_ops.fusion.analyse import Found
 from cute_ops_torch.huggingface import meaning
 from cute_ops_torch.huggingface.meaning import replacement_of
+from cute_ops_torch.huggingface.trial import same_everywhere
 from cute_ops_torch.inductor.front import Front
 from cute_ops_torch.inductor.trace import traced
 
@@ -337,7 +338,8 @@ def test_patch_changes_nothing_of_a_module_that_it_calls(does: str) -> None:
         register(lambda *_: called.append(1))
     state, held = dict(vars(norm)), {name: dict(vars(norm)[name]) for name in ("_parameters", "_buffers")}
     numbers = torch.get_rng_state()
-    found = replacement_of(norm)
+    with same_everywhere():
+        found = replacement_of(norm)
     assert (found and found.op) == ("rmsnorm" if does in ("draws", "nothing") else None)
     assert not called and torch.equal(torch.get_rng_state(), numbers)
     assert all(vars(norm)[name] is value for name, value in state.items()) and vars(norm).keys() == state.keys()
@@ -352,16 +354,16 @@ PLACES: dict[str, Any] = {
 
 @pytest.mark.parametrize("place", [*PLACES, "a default dtype"])
 def test_modules_are_recognised_wherever_patch_is_called(place: str) -> None:
-    mlp = type("Named", (MLP,), {})(False, nn.SiLU())
+    model = nn.Sequential(nn.Embedding(7, N), type("Named", (MLP,), {})(False, nn.SiLU()))
     if place == "a default dtype":
         torch.set_default_dtype(torch.bfloat16)
     try:
         with PLACES.get(place, torch.enable_grad)():
-            found = replacement_of(mlp)
+            found = cute_ops_torch.patch(model)
             assert torch.get_default_dtype() == (torch.bfloat16 if place == "a default dtype" else torch.float32)
     finally:
         torch.set_default_dtype(torch.float32)
-    assert found is not None and found.op == "silu_mul"
+    assert [each.op for each in found] == ["embedding", "silu_mul"]
 
 
 def test_activations_of_one_forward_differ_by_attributes_of_their_classes() -> None:

@@ -142,6 +142,15 @@ def test_errors() -> None:
         AdamW([{"params": [weight], "decoupled_weight_decay": False}])
 
 
+def test_the_host_counts_steps_under_another_default_device() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    weight.grad = torch.ones(3)
+    optimizer = AdamW([weight])
+    with torch.device("meta"):
+        optimizer.step()
+    assert float(optimizer.state[weight]["step"]) == 1 and (weight < 1).all()
+
+
 @pytest.mark.parametrize("kind", ["float64", "sparse"])
 def test_a_step_that_is_refused_changes_nothing(kind: str) -> None:
     dtype = torch.float64 if kind == "float64" else torch.float32
