@@ -186,10 +186,13 @@ def test_rows_past_the_end_are_not_loaded_where_rows_are_contiguous() -> None:
     [
         (linear, (8192, 28672, 4096), True), (linear_dx, (8192, 28672, 4096), True),
         (linear_dweight, (8192, 28672, 4096), True), (linear, (12608, 2304, 768), True),
-        (linear_dx, (1024, 3072, 768), False), (linear_dweight, (1024, 3072, 768), False),
+        (linear_dweight, (1024, 3072, 768), False),
         (linear, (183, 4096, 13824), False), (linear_dweight, (2536, 2304, 776), False),  # by a fifth and more
         (linear, (134, 50257, 768), True), (linear, (64, 28672, 4096), False),
         (linear, (8192, 4096, 4095), False),
+        # cuBLAS was measured to take 1.20 and 1.17 of our time, 0.82, since it has a tile of 176 rows, and 0.70.
+        (linear, (9728, 6400, 1024), True), (linear, (3648, 16384, 1024), True),
+        (linear, (165, 16384, 3976), False), (linear, (192, 392, 18944), False),
         # Strides of 16 bytes, which L2 takes longer for; with whole lines ours would be ahead.
         (linear_dweight, (6016, 4096, 4408), False), (linear_dx, (5568, 576, 1480), False),
         # With a pass the model must see ours clearly ahead: of these two it was measured 0.81 and 0.95 as fast.

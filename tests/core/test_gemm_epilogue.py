@@ -448,9 +448,9 @@ def test_where_the_kernel_runs(op: Op) -> None:
 
 def test_the_host_decides_between_products_of_few_microseconds() -> None:
     """Torch's product with a bias takes the host longer than ours: it must be faster by more than the model's error."""
-    small = {"m": 128, "n": 1024, "k": 1024}
+    small = {"m": 256, "n": 1024, "k": 2048}
     assert runs_apart(linear, **small) and not runs_apart(BY_NAME["with_bias"], **small)
-    assert runs_apart(BY_NAME["with_bias"], m=128, n=4096, k=4096)
+    assert runs_apart(BY_NAME["with_bias"], m=192, n=2304, k=14336)
 
 
 def test_who_asks_for_a_kernel_gets_it_or_hears_why() -> None:
