@@ -30,6 +30,7 @@ from cute_ops.fusion.scores import (
     Masks,
     Scores,
     hides_all,
+    may_have_gradient,
     places_of,
     quotient_of,
     softmax_of,
@@ -311,8 +312,8 @@ def beside_softmaxes(analysis: Analysis) -> set[Node]:
         if len(outputs) + len(others) < 2:
             continue
         scores = set[Node]()
-        for found, _, output in outputs:
-            if (z := softmax_of(found.expression, output)) is not None:
+        for found in region:
+            for z in _softmaxes(found.expression):
                 scores |= {leaf.node for leaf in _read_by(found, z) if _is_product(leaf, found.rows)}
         if scores:
             apart |= {
@@ -322,6 +323,14 @@ def beside_softmaxes(analysis: Analysis) -> set[Node]:
             inside = {*region[0].region.nodes, *analysis.plain}
             apart |= {root for root in others if scores.isdisjoint(_computed_from(root, inside))}
     return apart
+
+
+def _softmaxes(expression: Expression) -> Iterator[int]:
+    """The nodes of which outputs are the softmax, or the weights and their sum."""
+    for output in expression.outputs:
+        found = [softmax_of(expression, output)]
+        found += [weights_of(expression, output, total) for total in expression.outputs if total != output]
+        yield from (z for z in found if z is not None)
 
 
 def _computed_from(node: Node, inside: Container[Node]) -> set[Node]:
@@ -352,12 +361,12 @@ class _Readers:
     Attributes:
         live: the nodes that the outputs need.
         scores: the changes of scores that were found so far.
-        named: the program's counts of places, and other nodes that are calls of ops.
+        graph: the program.
     """
 
     def __init__(self, graph: Program, analysis: Analysis) -> None:
         self.scores: dict[Hashable, Scores] = {}
-        self.named = graph.named
+        self.graph = graph
         self.live, self._plain, self._outputs = analysis.live, analysis.plain, set(graph.outputs)
 
     def are(self, node: Node, allowed: Collection[Node], through: Collection[str] = ()) -> bool:
@@ -626,7 +635,7 @@ class _Attention:
 
     def _decoding(self, parts: Mapping[str, Part], scores: Scores, contract: Node) -> Decoding | None:
         """The step of decoding that an attention is; None if it is none, or if its caches would have to be copied."""
-        lengths = lengths_of(self.scores, scores, self.of_query, self.readers.named, self.known)
+        lengths = lengths_of(self.scores, scores, self.of_query, self.readers.graph, self.known)
         if lengths is None or prod(parts["q"].shape[1:3]) > MOST_ROWS * parts["k"].shape[2]:
             return None
         heads = [] if self.of_head is None else [self.of_head]
@@ -726,7 +735,7 @@ class _Attention:
         """An array that scores are computed from, by batch, head, query and key. ``smooth``: it may have a gradient."""
         leaf = self.scores.leaves[operand]
         _require(leaf.rows == self.rows and not leaf.packed)
-        _require(not (smooth and _may_have_gradient(leaf.node, self.known)), _LEARNED)
+        _require(not (smooth and may_have_gradient(leaf.node, self.known, self.readers.graph.fixed)), _LEARNED)
         rank = len(self.rows)
         shape = places_of(leaf, rank)
         groups = ((*self.lead,), tuple(i for i in (self.of_head, self.of_group) if i is not None),
@@ -810,8 +819,12 @@ def _cache(part: Part, rank: int, by_place: Sequence[int], heads_first: bool) ->
 
 def _renumbered(leaf: Leaf, rows: Shape) -> Leaf:
     """A leaf with its labels among other rows, of which some are joined in its own, as heads are for a mask without
-    them; the leaf itself where it has a joined dim.
+    them; the leaf itself where it has a joined dim. An array that is repeated is read before.
     """
+    while leaf.node.op == "broadcast" and not leaf.packed:
+        x = leaf.node.args[0]
+        sizes = zip(leaf.node.attr, x.shape, strict=True)
+        leaf = leaf._replace(node=x, labels=tuple(leaf.labels[i] if size != 1 else ONE for i, size in sizes))
     dims = [] if leaf.rows == rows else _joined(leaf.rows, rows)
     sizes = zip(leaf.labels, leaf.node.shape, strict=True)
     if not dims or any(label >= 0 and size != 1 and len(dims[label]) != 1 for label, size in sizes):
@@ -875,21 +888,6 @@ def _multiplied(node: Node) -> tuple[Node, float] | None:
             if number is not None and (x.shape, x.dtype) == (node.shape, node.dtype):
                 return x, float(number)
     return None
-
-
-def _may_have_gradient(node: Node, known: Known) -> bool:
-    """Whether a float of the program's inputs may reach a node, other than by way of ``stop_gradient``."""
-    waiting, seen = [node], {node}
-    while waiting:
-        each = waiting.pop()
-        if each.op == "input" and "float" in each.dtype and known(each) is None:
-            return True
-        if (each.op, each.attr) == ("opaque", "stop_gradient"):
-            continue
-        new = [arg for arg in each.args if arg not in seen and "float" in arg.dtype]
-        seen.update(new)
-        waiting += new
-    return False
 
 
 def _unscaled(q: Part, scores: Scores, product: Node, readers: _Readers) -> tuple[Part, Scores]:

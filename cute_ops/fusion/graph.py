@@ -50,12 +50,16 @@ class Graph:
         nodes: all of them.
         outputs: what the program returns, or keeps.
         named: by opaque node the op that it is.
+        meant: of a loop's body, by input that is a mask what it is computed from outside, which is not to be computed.
+        fixed: of a body, the inputs that have no gradient.
         metrics: whether a loss may give what the program reads of its logits beside it, and its product be in float32.
     """
 
     def __init__(self, exact: bool = False, flat: bool = False, metrics: bool = False) -> None:
         self.exact, self.flat, self.metrics = exact, flat, metrics
         self.named: dict[Node, named.Named] = {}
+        self.meant: dict[Node, Node] = {}
+        self.fixed: set[Node] = set()
         self.nodes: list[Node] = []
         self.outputs: list[Node] = []
         self._known: dict[Hashable, Node] = {}
@@ -153,11 +157,51 @@ class Graph:
             left = x.shape if keepdims else tuple(size for i, size in enumerate(x.shape) if i not in axes)
             return self.cast(self.reshape(x, left), dtype)
         last = len(x.shape) - 1
-        if primitive == "sum" and axes[1:] and axes[-1] == last and not keepdims and _is_of_one_hot(x):
+        of_rows = primitive == "sum" and axes[-1] == last and not keepdims
+        if of_rows and not self.exact and (weighed := self._sum_of_one_hot(x, dtype)) is not None:
+            return self.reduce(primitive, weighed, axes[:-1], False, dtype) if axes[1:] else weighed
+        if of_rows and axes[1:] and _is_of_one_hot(x):
             return self.reduce(primitive, self.reduce(primitive, x, (last,), False, dtype), axes[:-1], False, dtype)
         kept = tuple(1 if i in axes else size for i, size in enumerate(x.shape))
         shape = kept if keepdims else tuple(size for i, size in enumerate(x.shape) if i not in axes)
         return self.make("reduce", [x], (primitive, axes, keepdims), shape, dtype)
+
+    def _sum_of_one_hot(self, x: Node, dtype: str) -> Node | None:
+        """The sum of each row of a product of three, of which one is one-hot and one a mask of rows, by which the
+        sum is multiplied afterwards; None of anything else.
+        """
+        for outer, inner in (x.args, x.args[::-1]) if _is_product(x) else ():
+            both = _of_floats(inner)
+            for one, other in (both.args, both.args[::-1]) if _is_product(both) else ():
+                for by_row, rest in ((other, outer), (outer, other)):
+                    weight = self._by_row(by_row) if _is_one_hot(one) or _is_one_hot(rest) else None
+                    if weight is not None:
+                        product = self.primitive("multiply", [rest, one], x.shape, dtype)
+                        summed = self.reduce("sum", product, (len(x.shape) - 1,), False, dtype)
+                        return self.primitive("multiply", [summed, self.cast(weight, dtype)], summed.shape, dtype)
+        return None
+
+    def _by_row(self, x: Node) -> Node | None:
+        """The mask of rows that a value has in all columns, as bools or as zeros and ones; None of any other value."""
+        bools, rows = self._as_bools(x), len(x.shape) - 1
+        if bools is None or bools.op != "broadcast":
+            return None
+        inner, dims = bools.args[0], bools.attr
+        if dims[-1:] == (rows,):
+            if inner.shape[-1] != 1:
+                return None
+            inner, dims = self.reshape(inner, inner.shape[:-1]), dims[:-1]
+        return self.broadcast(inner, x.shape[:-1], dims)
+
+    def _as_bools(self, x: Node) -> Node | None:
+        """The bools that are cast to a value, perhaps on the way to its shape; None of any other value."""
+        x = _of_floats(x)
+        if x.dtype == "bool":
+            return x
+        inner = self._as_bools(x.args[0]) if x.op in ("reshape", "broadcast") else None
+        if inner is None:
+            return None
+        return self.reshape(inner, x.shape) if x.op == "reshape" else self.broadcast(inner, x.shape, x.attr)
 
     def reshape(self, x: Node, shape: Shape) -> Node:
         """Another shape. A product of rows that were joined before, with or without a bias, is that of the rows as they
@@ -324,7 +368,18 @@ def _folded(name: str, args: Sequence[Node], shape: Shape) -> float | bool | Non
 
 def _is_of_one_hot(x: Node) -> bool:
     """Whether a value is a product with rows of zeros and ones, as of a comparison with each class."""
-    return (x.op, x.attr) == ("primitive", "multiply") and any(map(_is_one_hot, x.args))
+    return _is_product(x) and any(map(_is_one_hot, x.args))
+
+
+def _of_floats(x: Node) -> Node:
+    """The value that a float was cast from, perhaps more than once."""
+    while x.op == "cast" and x.dtype in FLOATS:
+        x = x.args[0]
+    return x
+
+
+def _is_product(x: Node) -> bool:
+    return (x.op, x.attr) == ("primitive", "multiply")
 
 
 def _is_one_hot(x: Node) -> bool:

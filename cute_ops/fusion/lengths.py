@@ -8,19 +8,21 @@ are one meaning.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from cute_ops.expressions.graph import Expression
 from cute_ops.fusion.analyse import Found
 from cute_ops.fusion.express import COLUMNS, ONE
-from cute_ops.fusion.graph import Node
-from cute_ops.fusion.named import Named
+from cute_ops.fusion.graph import Graph, Node
+from cute_ops.fusion.named import number_of
 from cute_ops.fusion.scores import Known, Scores, hides, scaled
 
 WHOLE = ("int32", "int64")
 EXACT = 1 << 24  # whole numbers up to this one are constants of a graph, which float32 holds
 _ABSORBS = -1e30  # what is added to scores below this is rounded to it
+_LOWEST = {"float16": -65519.0, "bfloat16": -3.396e38}  # what is rounded to a finite number
 _FLIPPED = {"less": "less_equal", "less_equal": "less"}
 
 
@@ -76,61 +78,85 @@ class _Other(Exception):
     """A mask says something else."""
 
 
-def lengths_of(
-    found: Found, scores: Scores, of_query: int | None, named: Mapping[Node, Named], known: Known
-) -> Lengths | None:
+class _Added(NamedTuple):
+    """An array that a program adds to scores: 0 where these are seen.
+
+    Attributes:
+        condition: where it has which of the two numbers.
+        labels: of the condition's dims, the dims of the scores.
+        holds: the condition's value where scores are seen.
+        fill: the other number.
+    """
+
+    condition: Node
+    labels: tuple[int, ...]
+    holds: bool
+    fill: float
+
+
+def lengths_of(found: Found, scores: Scores, of_query: int | None, graph: Graph, known: Known) -> Lengths | None:
     """The keys that masks leave each query; None where something else is done to scores.
 
     Args:
         found: the softmax.
         scores: the steps from the scores to it.
         of_query: which of its rows counts queries.
-        named: the program's counts of places.
+        graph: the program, for its counts of places.
         known: the values of arrays.
     """
     expression = scores.expression
     if expression is None or (scores.left, scores.right) != (-1, -1):
         return None
     try:
-        conditions, fill, z = _conditions(expression, scores.output)
+        reading = _Reading(found, of_query, graph, known)
+        conditions, fill, z = _conditions(expression, scores.output, reading)
         plain = scaled(expression, z, scores.acc)
         if not conditions or plain is None:
             return None
-        reading = _Reading(found, of_query, named, known)
         forms = [form for each in conditions for form in reading.of_expression(expression, *each)]
         return Lengths(*_ends(forms), *plain, fill)
     except _Other:
         return None
 
 
-def _conditions(expression: Expression, z: int) -> tuple[list[tuple[int, bool]], float, int]:
+def _conditions(expression: Expression, z: int, reading: _Reading) -> tuple[list[tuple[int, bool]], float, int]:
     """The conditions of masks, each with whether it holds where scores are seen, the scores of what they hide, and the
     scores before.
     """
-    found, fills = list[tuple[int, bool]](), set[float]()
+    found, fills, last = list[tuple[int, bool]](), set[float](), False
     while True:
-        mask, inner = _added_mask(expression, z)
+        mask, inner = _added_mask(expression, z, reading)
         node = expression.nodes[mask]
+        added = reading.added(node.operand) if inner is not None and node.primitive == "operand" else None
+        if inner is not None and added is not None and not last:
+            found.append((mask, added.holds))
+            fills.add(added.fill)
+            z, last = inner, math.isfinite(added.fill)
+            continue
         hidden = [hides(expression, each) for each in node.args[1:]] if node.primitive == "where" else []
         if len(fills) > 1 or (inner is not None and hidden == [False, False]):
             raise _Other
         if hidden.count(True) != 1:
             return found, min(fills, default=0.0), z
+        if last:  # what two masks hide has a lower score than what one of them hides
+            raise _Other
         at = hidden.index(True)
         fill = float(expression.nodes[node.args[1 + at]].number or 0.0)
         if inner is not None and fill > _ABSORBS:
             raise _Other
         found.append((node.args[0], at == 1))
         fills.add(fill)
-        z = node.args[2 - at] if inner is None else inner
+        z, last = (node.args[2 - at], last) if inner is None else (inner, math.isfinite(fill))
 
 
-def _added_mask(expression: Expression, z: int) -> tuple[int, int | None]:
+def _added_mask(expression: Expression, z: int, reading: _Reading) -> tuple[int, int | None]:
     """The mask of zeros that a node adds to scores, and these; the node itself and None where it adds none."""
     node = expression.nodes[z]
     if node.primitive == "add":
         for inner, other in (node.args, node.args[::-1]):
             mask = expression.nodes[other]
+            if mask.primitive == "operand" and reading.added(mask.operand) is not None:
+                return other, inner
             if mask.primitive == "where" and any(expression.nodes[i].number == 0 for i in mask.args[1:]):
                 return other, inner
     return z, None
@@ -139,8 +165,31 @@ def _added_mask(expression: Expression, z: int) -> tuple[int, int | None]:
 class _Reading:
     """Masks of a softmax as linear forms that are not negative."""
 
-    def __init__(self, found: Found, of_query: int | None, named: Mapping[Node, Named], known: Known) -> None:
-        self.found, self.of_query, self.named, self.known = found, of_query, named, known
+    def __init__(self, found: Found, of_query: int | None, graph: Graph, known: Known) -> None:
+        self.found, self.of_query, self.graph, self.known = found, of_query, graph, known
+
+    def added(self, operand: int) -> _Added | None:
+        """The mask that an operand is, of zeros and of a number that scores are rounded to; None of any other."""
+        if operand < 0 or (leaf := self.found.leaves[operand]).rows != self.found.rows or leaf.packed:
+            return None
+        dtypes = {leaf.node.dtype}
+        node, labels = self._below(leaf.node, leaf.labels)
+        while node.op == "cast":
+            node, labels = self._below(node.args[0], labels)
+            dtypes.add(node.dtype)
+        if (node.op, node.attr) != ("primitive", "where"):
+            return None
+        first, second = (number_of(each) for each in node.args[1:])
+        if first is None or second is None or 0 not in (first, second) or min(first, second) > _ABSORBS:
+            return None
+        fill, condition = min(first, second), node.args[0]
+        fill = -math.inf if any(fill < low for dtype, low in _LOWEST.items() if dtype in dtypes) else fill
+        return _Added(condition, _of_argument(condition, labels), first == 0, fill)
+
+    def _below(self, node: Node, labels: tuple[int, ...]) -> tuple[Node, tuple[int, ...]]:
+        """The array that a value is a view of, as what it is computed from outside of a body."""
+        node, labels = below_views(node, labels)
+        return below_views(self.graph.meant[node], labels) if node in self.graph.meant else (node, labels)
 
     def of_expression(self, expression: Expression, i: int, holds: bool) -> Iterator[_Form]:
         """The forms of a condition of the expression, or of its opposite."""
@@ -153,17 +202,20 @@ class _Reading:
                 yield from self.of_expression(expression, arg, holds)
         elif node.primitive == "operand":
             leaf = self.found.leaves[node.operand]
+            if (added := self.added(node.operand)) is not None:
+                yield from self._of_node(added.condition, added.labels, holds)
+                return
             if leaf.rows != self.found.rows or leaf.packed or leaf.node.dtype != "bool":
                 raise _Other
-            value = self.known(leaf.node)
-            if value is None or not bool((value == holds).all()):
-                yield from self._of_node(leaf.node, leaf.labels, holds)
+            yield from self._of_node(leaf.node, leaf.labels, holds)
         else:
             raise _Other
 
     def _of_node(self, node: Node, labels: tuple[int, ...], holds: bool) -> Iterator[_Form]:
         """The forms of a mask of the program."""
-        node, labels = below_views(node, labels)
+        if (value := self.known(node)) is not None and bool((value == holds).all()):
+            return
+        node, labels = self._below(node, labels)
         what = node.attr if node.op == "primitive" else ""
         if what == "logical_not":
             yield from self._of_node(node.args[0], labels, not holds)
@@ -182,7 +234,7 @@ class _Reading:
 
     def _linear(self, node: Node, labels: tuple[int, ...]) -> _Form:
         """The form of a number of the program: sums and differences of constants, counts of places and arrays."""
-        node, labels = below_views(node, labels)
+        node, labels = self._below(node, labels)
         if node.op == "constant" and abs(float(node.attr)) <= EXACT and float(node.attr).is_integer():
             return _Form(constant=int(node.attr))
         if (count := self._count(node, labels)) is not None:
@@ -196,7 +248,7 @@ class _Reading:
 
     def _count(self, node: Node, labels: tuple[int, ...]) -> _Form | None:
         """The form of a count of the places of keys or of queries; None of anything else."""
-        call = self.named.get(node)
+        call = self.graph.named.get(node)
         if call is None or call.op != "iota":
             return None
         axis = call.attrs["axis"]
@@ -205,6 +257,43 @@ class _Reading:
         if labels[axis] == COLUMNS:
             return _Form(of_key=1)
         return _Form(of_query=1) if labels[axis] == self.of_query else None
+
+
+def masks_outside(source: Graph, inputs: Mapping[Node, Node], target: Graph) -> dict[Node, Node]:
+    """By input of a body's graph that is a mask what it is computed from outside, in nodes of the body's graph.
+
+    Args:
+        source: the program's graph.
+        inputs: by value of it the body's input, which is the same at each run.
+        target: the body's graph.
+    """
+    numbers = {node: inside for node, inside in inputs.items() if node.dtype in WHOLE}
+    made: dict[Node, Node | None] = {}
+
+    def copied(node: Node) -> Node | None:
+        node = source.meant.get(node, node)
+        if node not in made:
+            made[node] = numbers.get(node) or copy(node)
+        return made[node]
+
+    def copy(node: Node) -> Node | None:
+        if node.op == "constant":
+            return target.constant(node.attr)
+        if (call := source.named.get(node)) is not None:
+            return target.iota(call.attrs["axis"], node.shape, node.dtype) if call.op == "iota" else None
+        floats = node.dtype not in ("bool", *WHOLE)
+        if node.op not in _OF_MASKS or (node.op == "primitive" and node.attr not in (("where",) if floats else _SAYS)):
+            return None
+        args = [copied(arg) for arg in node.args]
+        given = [arg for arg in args if arg is not None]
+        return target.make(node.op, given, node.attr, node.shape, node.dtype) if len(given) == len(args) else None
+
+    masks = {inside: copied(node) for node, inside in inputs.items() if node not in numbers}
+    return {inside: mask for inside, mask in masks.items() if mask is not None}
+
+
+_OF_MASKS = ("primitive", "cast", "broadcast", "reshape", "transpose")
+_SAYS = ("less", "less_equal", "logical_and", "logical_or", "logical_not", "add", "subtract")
 
 
 def _ends(forms: Sequence[_Form]) -> tuple[Bound, Bound | None]:

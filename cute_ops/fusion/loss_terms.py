@@ -72,8 +72,8 @@ def terms_of(
 
 
 @lru_cache(256)
-def is_lse(expression: Expression) -> bool:
-    """Whether an expression of logits is their log-sum-exp."""
+def is_lse(expression: Expression, less: bool = False) -> bool:
+    """Whether an expression of logits is their log-sum-exp, or with ``less`` the logits less that."""
     import numpy as np
 
     if not is_analytic(expression) or len(expression.outputs) != 1:
@@ -81,9 +81,10 @@ def is_lse(expression: Expression) -> bool:
     rng = np.random.default_rng(8)
     for columns in (_COLUMNS, _COLUMNS + 13):
         x = rng.standard_normal((_ROWS, columns)) * 2 + rng.standard_normal((_ROWS, 1))
-        lse = np.log(np.sum(np.exp(x), -1, keepdims=True))
+        want = np.log(np.sum(np.exp(x), -1, keepdims=True))
+        want = x - want if less else want
         value = evaluate(expression, np, [x] * len(expression.operands))[0]
-        if value.shape != lse.shape or not np.allclose(value, lse, rtol=1e-10, atol=1e-10):
+        if value.shape != want.shape or not np.allclose(value, want, rtol=1e-10, atol=1e-10):
             return False
     return True
 

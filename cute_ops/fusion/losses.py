@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from cute_ops.expressions.simplify import fold
 from cute_ops.fusion.graph import FLOATS, Graph, Node, Shape
 from cute_ops.fusion.loss_metrics import MOST_CLASSES, Beside, of_lse_beside, read_beside
-from cute_ops.fusion.loss_terms import Target, terms_of
+from cute_ops.fusion.loss_terms import Target, is_lse, terms_of
 from cute_ops.fusion.match import meaning_of, shortest
 from cute_ops.fusion.named import Named, number_of, positive_number, uncast
 from cute_ops.fusion.node import Size
@@ -252,12 +252,12 @@ def _logits_of(node: Node, exact: bool) -> Node | None:
     if (node.op, node.attr) != ("primitive", "subtract"):
         return None
     first = node.args[0]
-    for x in (first, *first.args[:1]):
+    for by_text, x in ((True, first), *((text, x) for text in (True, False) for x in first.args[:1]), (False, first)):
         nodes = between(node, {x})
         found = None if nodes is None or x.shape != node.shape else expressed(nodes, node, exact)
         if found is not None and all(leaf is x for leaf in found[1]):
-            meaning = meaning_of(found[0])
-            if meaning is not None and meaning.op == "log_softmax":
+            meaning = meaning_of(found[0]) if by_text else None
+            if (meaning is not None and meaning.op == "log_softmax") or (not by_text and is_lse(found[0], less=True)):
                 return uncast(x)
     return None
 

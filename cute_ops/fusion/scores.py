@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -390,6 +390,23 @@ def _may_be_infinite(node: Node, known: Known) -> bool:
             return True
         waiting += [arg for arg in each.args if arg not in seen]
         seen.update(each.args)
+    return False
+
+
+def may_have_gradient(node: Node, known: Known, fixed: Container[Node] = ()) -> bool:
+    """Whether a float of the program's inputs may reach a node, other than by way of ``stop_gradient``. Inputs that are
+    ``fixed`` have no gradient.
+    """
+    waiting, seen = [node], {node}
+    while waiting:
+        each = waiting.pop()
+        if each.op == "input" and "float" in each.dtype and each not in fixed and known(each) is None:
+            return True
+        if (each.op, each.attr) == ("opaque", "stop_gradient"):
+            continue
+        new = [arg for arg in each.args if arg not in seen and "float" in arg.dtype]
+        seen.update(new)
+        waiting += new
     return False
 
 

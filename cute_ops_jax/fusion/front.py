@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -11,8 +11,9 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 
 from cute_ops.fusion.graph import FLOATS, Graph, Node
-from cute_ops.fusion.lengths import EXACT, WHOLE, kept_dims
+from cute_ops.fusion.lengths import EXACT, WHOLE, kept_dims, masks_outside
 from cute_ops.fusion.named import number_of
+from cute_ops.fusion.scores import Known, may_have_gradient
 from cute_ops_jax import _compat
 from cute_ops_jax._compat import ClosedJaxpr, JaxprEqn, Literal, Tracer
 from cute_ops_jax.fusion.rules import name_loss
@@ -66,6 +67,20 @@ class Value:
         self.node, self.step, self.index, self.array = node, step, index, array
 
 
+class Outside(NamedTuple):
+    """The program in which a body runs.
+
+    Attributes:
+        graph: its graph.
+        inputs: by number of the body's inputs the value that one of them is at each run.
+        known: the program's arrays.
+    """
+
+    graph: Graph
+    inputs: Mapping[int, Node]
+    known: Known
+
+
 class Front:
     """The graph of a jaxpr.
 
@@ -81,10 +96,12 @@ class Front:
     """
 
     def __init__(
-        self, closed: ClosedJaxpr, whole: Container[int] = (), passed: Container[int] = (), exact: bool = False
-    ) -> None:
+        self, closed: ClosedJaxpr, whole: Container[int] = (), passed: Container[int] = (), exact: bool = False,
+        *, outside: Outside | None = None,
+    ) -> None:  # fmt: skip
         """``whole``: ids of calls with a derivative of their own that are kept; ``passed``: ids of equations of
-        ``stop_gradient`` that change no derivative; ``exact``: constants stay as they are rounded.
+        ``stop_gradient`` that change no derivative; ``exact``: constants stay as they are rounded; ``outside``: of a
+        body, the program of its equation.
         """
         self.graph = Graph(exact, metrics=not exact)
         self.steps: list[Step] = []
@@ -99,6 +116,15 @@ class Front:
         self._known: dict[Any, list[Node]] = {}
         avals = [v.aval for v in closed.jaxpr.invars]
         self.inputs = [self._value(self.graph.input(_shape(a), _dtype(a)), None, i) for i, a in enumerate(avals)]
+        if outside is not None:
+            inputs = {node: self.inputs[i].node for i, node in outside.inputs.items()}
+            self.graph.meant = masks_outside(outside.graph, inputs, self.graph)
+            fixed = (
+                i
+                for i, node in outside.inputs.items()
+                if not may_have_gradient(node, outside.known, outside.graph.fixed)
+            )
+            self.graph.fixed = {self.inputs[i].node for i in fixed}
         self.outputs = self._run(closed, self.inputs)
         self.graph.outputs = [each.node for each in self.outputs if isinstance(each, Value)]
 

@@ -28,7 +28,7 @@ from cute_ops_jax._compat import ClosedJaxpr
 from cute_ops_jax.distributed.explicit import as_typed
 from cute_ops_jax.fusion.bodies import Bodies, bodies_of
 from cute_ops_jax.fusion.calls import Call, call_of, call_of_named
-from cute_ops_jax.fusion.front import Front, Step, Value
+from cute_ops_jax.fusion.front import Front, Outside, Step, Value
 from cute_ops_jax.fusion.known import Input, KnownArrays
 from cute_ops_jax.fusion.layers import call_of_layer, decoding_of
 from cute_ops_jax.fusion.lookups import Lookup, lookup_of
@@ -73,16 +73,17 @@ class Program:
     """
 
     def __init__(
-        self, closed: ClosedJaxpr, exact: bool = False, known: Mapping[int, Input] = NOTHING, *, own: Meanings = NONE
-    ) -> None:
+        self, closed: ClosedJaxpr, exact: bool = False, known: Mapping[int, Input] = NOTHING, *, own: Meanings = NONE,
+        outside: Outside | None = None,
+    ) -> None:  # fmt: skip
         self.closed, self.exact, self._inputs, self._own = closed, exact, known, own
         self._labels: dict[int, str] = {}  # by id of the parts of which a policy saves something
         whole: set[int] = set()
-        first = Front(closed, exact=exact)
+        first = Front(closed, exact=exact, outside=outside)
         passed = self._let_through(first) if first.stops else set[int]()
         self.parts: list[Part] = []
         while True:
-            self.front = Front(closed, whole, passed, exact) if whole else first
+            self.front = Front(closed, whole, passed, exact, outside=outside) if whole else first
             self._find()
             self._order = self._in_order()
             # A call with a derivative of its own is kept whole unless expressions compute all of it.
@@ -106,7 +107,8 @@ class Program:
     def _inner(self, given: Sequence[Any], closed: ClosedJaxpr, inputs: Mapping[int, int]) -> Program:
         """The program of a body; ``inputs``: of its inputs those that are inputs of the equation, by number."""
         known = {i: partial(self.known.of_value, given[k]) for i, k in inputs.items()}
-        return Program(closed, self.exact, known, own=self._own)
+        values = {i: given[k].node for i, k in inputs.items() if isinstance(given[k], Value)}
+        return Program(closed, self.exact, known, own=self._own, outside=Outside(self.front.graph, values, self.known))
 
     @property
     def changed(self) -> bool:

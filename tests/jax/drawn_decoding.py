@@ -44,6 +44,7 @@ def drawn(number: int) -> Step:
     for place, special in enumerate((0, 1, n, n + 3, -1)):
         if place < flat.size and rng.random() < 0.5:
             flat[rng.integers(flat.size)] = special
+    layers = str(np.random.default_rng([42, number]).choice(("one", "one", "two", "scan")))
     window, sink = int(rng.integers(1, 9)), bool(layout == "bnhd" and heads != "vmap" and rng.random() < 0.25)
     if heads == "repeated" and sink:
         heads = "grouped"
@@ -68,14 +69,18 @@ def drawn(number: int) -> Step:
         }[mask]
         return made[:, None, None]
 
-    def hidden(scores: Array, lengths: Array) -> Array:
-        scores = scores.astype("float32") if wide else scores
+    def mask_of(lengths: Array, like: Array) -> Array:
+        """The mask, or the numbers that are added to scores, which several layers may share."""
+        mask = seen(lengths)[:, :, None]
+        return jnp.where(mask, 0.0, fill).astype(jnp.promote_types(like.dtype, "float32")) if added else mask
+
+    def hidden(scores: Array, lengths: Array, mask_of_all: Array) -> Array:
+        scores = scores.astype(jnp.promote_types(scores.dtype, "float32")) if wide else scores
         scores = jnp.tanh(scores / 5) * 5 if cap else scores
-        mask_of = seen(lengths)[:, :, None]
         if added:
-            scores = scores + jnp.where(mask_of, 0.0, fill).astype(scores.dtype)
+            scores = scores + mask_of_all
         else:
-            scores = jnp.where(mask_of, scores, jnp.asarray(fill, scores.dtype))
+            scores = jnp.where(mask_of_all, scores, jnp.asarray(fill, scores.dtype))
         if mask == "two wheres":
             scores = jnp.where(
                 (jnp.arange(n) > lengths[:, None] - window)[:, None, None, None],
@@ -85,6 +90,19 @@ def drawn(number: int) -> Step:
         return scores
 
     def function(q: Array, k: Array, v: Array, lengths: Array) -> Array:
+        mask_of_all = mask_of(lengths, q)
+        if layers == "scan":  # whose body reads the lengths, too, as where a cache is written
+
+            def body(carry: tuple[Array, Array], _: None) -> tuple[tuple[Array, Array], None]:
+                q, total = carry
+                return (layer(q, k, v, lengths, mask_of_all), total + lengths.sum()), None
+
+            return jax.lax.scan(body, (q, lengths.sum()), None, length=2)[0][0]
+        for _ in range(1 + (layers == "two")):
+            q = layer(q, k, v, lengths, mask_of_all)
+        return q
+
+    def layer(q: Array, k: Array, v: Array, lengths: Array, mask_of_all: Array) -> Array:
         if heads == "repeated":
             k, v = (jnp.repeat(x, group, 2 if layout == "bnhd" else 1) for x in (k, v))
         g = 1 if heads == "repeated" else group
@@ -94,7 +112,7 @@ def drawn(number: int) -> Step:
             scores = jax.vmap(lambda q, k: jnp.einsum(f"sgrd,{own[1:]}->grsn", q, k))(by_group, k)
         else:
             scores = jnp.einsum(f"bsgrd,{own}->bgrsn", by_group, k)
-        scores = hidden(scores * 0.25, lengths)
+        scores = hidden(scores * 0.25, lengths, mask_of_all)
         if sink:
             column = jnp.broadcast_to((jnp.arange(kv * g) / 2 - 1).reshape(kv, g, 1, 1), (*scores.shape[:-1], 1))
             scores = jnp.concatenate([scores, column.astype(scores.dtype)], -1)
@@ -109,5 +127,5 @@ def drawn(number: int) -> Step:
     cache = tuple({"b": b, "n": n, "h": kv, "d": d}[letter] for letter in layout)
     args = draw(b, queries, kv * group, d), draw(*cache), draw(*cache), jnp.asarray(lengths)
     said = f"{b=} {kv=} {group=} {d=} {n=} {queries=} {layout} {heads} {mask} {fill=} {added=} {cap=} {dtype} {wide=}"
-    said += " sink" * sink
+    said += f" {layers}" + " sink" * sink
     return Step(said, function, args)

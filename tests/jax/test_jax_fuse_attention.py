@@ -117,6 +117,12 @@ def in_a_scan(q: Array, k: Array, v: Array) -> Array:
     return jax.lax.scan(lambda x, _: (mixed(jnp.where(mask, dots(x, k), -1e9), v), None), q, None, length=2)[0]
 
 
+def added_in_a_scan(q: Array, k: Array, v: Array, m: Array) -> Array:
+    """With numbers that are added, which are computed before it and have no gradient."""
+    added = jnp.where((m[:, None] & lower())[:, None], 0.0, -1e30).astype(wide(q).dtype)
+    return jax.lax.scan(lambda x, _: (mixed(wide(dots(x, k)) + added, v), None), q, None, length=2)[0]
+
+
 def repeated(q: Array, k: Array, v: Array) -> Array:
     k, v = (jnp.repeat(x, H // KV, axis=2) for x in (k, v))
     return causal(q, k, v)
@@ -231,6 +237,15 @@ def divided_behind(q: Array, k: Array, v: Array) -> Array:
     return out / jnp.moveaxis(p.sum(-1, keepdims=True), -2, 1).reshape(B, T, H, 1).astype(v.dtype)
 
 
+def divided_seen(q: Array, k: Array, v: Array, seen: Array) -> Array:
+    """As MaxText's, with a mask of numbers that is compared with one of them."""
+    scores = wide(jnp.einsum("btkgd,bskd->bkgts", q.reshape(B, T, KV, H // KV, D), k) * 0.25)
+    scores = jnp.where(seen >= -1e38, scores, -2e38)
+    p = jnp.exp(scores - scores.max(-1, keepdims=True))
+    out = jnp.einsum("bkgts,bskd->btkgd", p.astype(v.dtype), v).reshape(B, T, H, D)
+    return out / jnp.moveaxis(p.sum(-1, keepdims=True), -2, 1).reshape(B, T, H, 1).astype(v.dtype)
+
+
 def divided_wide(q: Array, k: Array, v: Array) -> Array:
     scores = jnp.where(lower(), wide(dots(q, k)), -1e9)
     p = jnp.exp(scores - jax.lax.stop_gradient(scores.max(-1, keepdims=True)))
@@ -256,6 +271,9 @@ FORMS: dict[str, tuple[Callable[..., Array], tuple[Array, ...], str]] = {
     "repeated heads": (repeated, (Q, FEW_K, FEW_V), "causal"),
     "grouped": (grouped, (Q, FEW_K, FEW_V), "causal"),
     "joined heads": (joined, (Q, FEW_K, FEW_V, PADDING), "scores changed"),
+    "joined heads of two layers": (
+        lambda q, k, v, m: joined(joined(q, k, v, m), k, v, m), (Q, FEW_K, FEW_V, PADDING), "scores changed"
+    ),
     "heads first": (heads_first, (Q, K, V), "causal"),
     "softcap": (capped, (Q, K, V), "causal, softcap=50"),
     "vmap of heads": (vmapped, (Q, K, V), "causal"),
@@ -264,6 +282,7 @@ FORMS: dict[str, tuple[Callable[..., Array], tuple[Array, ...], str]] = {
     "scaled queries": (lambda q, k, v: mixed(jnp.where(lower(), dots(q / 4, k), -1e9), v), (Q, K, V), "causal"),
     "one head of keys": (one_head_of_keys, (Q, FEW_K, FEW_V), "causal"),
     "scan": (in_a_scan, (Q, K, V), "causal"),
+    "scan, added padding": (added_in_a_scan, (Q, K, V, PADDING), "scores changed"),
     "fewer queries": (lambda q, k, v: masked(None)(q[:, :3], k, v), (Q, K, V), ""),
     "padding": (lambda q, k, v, m: masked(m[:, None, None])(q, k, v), (Q, K, V, PADDING), "scores changed"),
     "padding and causal": (
@@ -439,6 +458,18 @@ def test_a_mask_that_several_layers_read(known: bool) -> None:
     (entry,) = (e for e in cute_ops_jax.fuse.report(function, Q, K, V, PADDING).replaced if e.becomes == "attention")
     assert (entry.times, entry.what.endswith("causal")) == (3, known)
     got, want = (jax.jit(f)(Q, K, V, PADDING) for f in (cute_ops_jax.fuse(function), function))
+    np.testing.assert_allclose(wide(got), wide(want), rtol=0.03, atol=0.03)
+
+
+def test_layers_that_divide_behind_share_a_mask() -> None:
+    def function(q: Array, k: Array, v: Array, m: Array) -> Array:
+        seen = jnp.where(m[:, None, None, None] & lower(), 0.0, -2e38).astype(jnp.float32)
+        return divided_seen(divided_seen(q, k, v, seen), k, v, seen)
+
+    given = (Q, FEW_K, FEW_V, PADDING)
+    entries = cute_ops_jax.fuse.report(function, *given).replaced
+    assert sum(entry.times for entry in entries if entry.becomes == "attention") == 2
+    got, want = (jax.jit(f)(*given) for f in (cute_ops_jax.fuse(function), function))
     np.testing.assert_allclose(wide(got), wide(want), rtol=0.03, atol=0.03)
 
 

@@ -250,6 +250,15 @@ HEADS_OF_LOSSES: dict[str, Function] = {
     "einsum to a number": lambda h, w, b, t: (
         -jnp.einsum("btv,btv->", jax.nn.log_softmax(h @ w.T), jax.nn.one_hot(t, CLASSES))
     ),
+    "one-hot rows times a mask": lambda h, w, b, t: (
+        -jnp.sum(jax.nn.log_softmax(h @ w.T) * (jax.nn.one_hot(t, CLASSES) * SEEN.astype(h.dtype)[..., None]))
+    ),
+    "one-hot rows times a mask, by rows": lambda h, w, b, t: (
+        -((SEEN[..., None] * jax.nn.log_softmax(h @ w.T)) * jax.nn.one_hot(t, CLASSES)).sum(-1).sum() / SEEN.sum()
+    ),
+    "one-hot rows less the log-sum-exp": lambda h, w, b, t: (
+        lambda x: -((x - jax.nn.logsumexp(x, -1, keepdims=True)) * jax.nn.one_hot(t, CLASSES)).sum(-1).mean()
+    )(h @ w.T * 0.5),
     "indices of all dims": lambda h, w, b, t: (
         -jax.nn.log_softmax(h @ w.T)[jnp.arange(B)[:, None], jnp.arange(T)[None], t].mean()
     ),
