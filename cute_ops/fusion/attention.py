@@ -410,7 +410,8 @@ class _Attention:
         found, z, self.quotient, self.sink, self.founds = weights
         self.readers, self.whole, self.product, self.side = readers, found, product, side
         self.known, self.rows, self.scores = known, found.rows, copy(found)
-        self.scores.expression, self.z = without_weight(found.expression, found.expression.outputs[0], z)
+        changed = without_weight(found.expression, found.expression.outputs[0], z)
+        self.scores.expression, self.z, self.has_zeros = changed
         self.scores.leaves = tuple(_renumbered(leaf, found.rows) for leaf in found.leaves)
 
     def found(self) -> Composite:
@@ -446,8 +447,7 @@ class _Attention:
         sinks = self._sinks()
         attrs: dict[str, Any] = {"parts": parts, "scores": scores, "reads": reads, "out": rows, "views": views}
         # Zeros in place of weights are those of a query without keys, too.
-        has_weights = sinks is None and self.scores.expression is self.whole.expression
-        unknown = has_weights and hides_all(scores, self.scores.leaves, self.known)
+        unknown = sinks is None and not self.has_zeros and hides_all(scores, self.scores.leaves, self.known)
         attrs |= {"said": _said(scores, sinks), "sinks": sinks, "unknown": unknown}
         attrs["decoding"] = self._decoding(parts, scores, contract)
         nodes = (*chain, *self.scores.region.nodes, self.product, *views, *(x for f in behind for x in f.region.nodes))

@@ -63,7 +63,11 @@ def softmax_of(expression: Expression, output: int) -> int | None:
     if (quotient := quotient_of(expression, node)) is None:
         return None
     weights, total = quotient
-    if expression.nodes[total].primitive != "sum" or expression.nodes[weights].primitive != "exp":
+    if expression.nodes[total].primitive != "sum":
+        return None
+    if hidden is None and (masked := _masked_before_sum(expression, weights, total)) is not None:
+        return masked[1]
+    if expression.nodes[weights].primitive != "exp":
         return None
     before = _zero_where(expression, expression.nodes[total].args[0])
     z = unshifted(expression, expression.nodes[weights].args[0])
@@ -79,6 +83,22 @@ def softmax_of(expression: Expression, output: int) -> int | None:
     return z if alone else None
 
 
+def _masked_before_sum(expression: Expression, weights: int, total: int) -> tuple[_Where, int] | None:
+    """Which weights a mask makes zeros before they are summed up, and the scores of all; None where none does. The mask
+    is all that scores depend on beside the product: no other one may hide them.
+    """
+    hidden, exponentials = _zero_where(expression, weights)
+    if (
+        hidden is None
+        or expression.nodes[exponentials].primitive != "exp"
+        or expression.nodes[total].args != (weights,)
+    ):
+        return None
+    z = unshifted(expression, expression.nodes[exponentials].args[0])
+    alone = len(operands_of(expression, z) - operands_of(expression, hidden[0])) == 1
+    return (hidden, z) if alone else None
+
+
 def weights_of(expression: Expression, output: int, total: int) -> int | None:
     """The node of whose softmax an output is the weights before they are divided by their sum, another output; None of
     any other two outputs.
@@ -90,19 +110,24 @@ def weights_of(expression: Expression, output: int, total: int) -> int | None:
     return unshifted(expression, weights.args[0])
 
 
-def without_weight(expression: Expression, output: int, z: int) -> tuple[Expression, int]:
-    """The scores ``z`` of a softmax, infinitely low where zeros take the place of its weights: a query that sees no key
-    has none, as in the program.
+def without_weight(expression: Expression, output: int, z: int) -> tuple[Expression, int, bool]:
+    """The scores ``z`` of a softmax, infinitely low where zeros take the place of its weights, and whether a query that
+    sees no key has none, as in the program: where the weights become zeros before they are divided, it gets NaN.
     """
     hidden, _ = _zero_where(expression, output)
-    if hidden is None or not _is_hidden_by(expression, z, hidden):
-        return expression, z
+    within = None
+    if hidden is None and (quotient := quotient_of(expression, expression.nodes[output])) is not None:
+        within = _masked_before_sum(expression, *quotient)
+    mask = hidden if within is None else within[0]
+    if mask is None or not (within is not None or _is_hidden_by(expression, z, mask)):
+        return expression, z, False
     graph = Graph(expression.operands)
     nodes = copied(expression, graph)
-    condition, shown, lowest = nodes[hidden[0]], nodes[_shown(expression, z, hidden)], graph.constant(-math.inf)
-    made = graph.add("where", condition, *((lowest, shown) if hidden[1] else (shown, lowest)))
+    seen = _shown(expression, z, mask) if _is_hidden_by(expression, z, mask) else z
+    condition, shown, lowest = nodes[mask[0]], nodes[seen], graph.constant(-math.inf)
+    made = graph.add("where", condition, *((lowest, shown) if mask[1] else (shown, lowest)))
     changed = graph.finish([made])
-    return changed, changed.outputs[0]
+    return changed, changed.outputs[0], within is None
 
 
 def quotient_of(expression: Expression, node: Step) -> tuple[int, int] | None:

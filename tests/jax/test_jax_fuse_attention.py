@@ -173,6 +173,19 @@ def times_mask(fill: float) -> Callable[..., Array]:
     return function
 
 
+def before_the_sum(hidden: bool, zeros: bool) -> Callable[..., Array]:
+    """A softmax by hand, whose exponentials a mask makes zeros before they are summed up."""
+
+    def function(q: Array, k: Array, v: Array, m: Array) -> Array:
+        scores, seen = wide(dots(q, k)), m[:, None, None]
+        scores = jnp.where(seen, scores, -1e9) if hidden else scores
+        p = jnp.exp(scores - scores.max(-1, keepdims=True))
+        p = jnp.where(seen, p, 0) if zeros else p * seen
+        return jnp.einsum("bhqk,bkhd->bqhd", (p / p.sum(-1, keepdims=True)).astype(v.dtype), v)
+
+    return function
+
+
 def column(q: Array, k: Array, v: Array, sinks: Array, m: Array | None = None) -> Array:
     """As GPT-OSS's: sinks are one more column of scores, which is dropped behind the softmax."""
     scores = jnp.where(lower() if m is None else m[:, None, None] & lower(), wide(dots(q, k)), -jnp.inf)
@@ -301,6 +314,8 @@ FORMS: dict[str, tuple[Callable[..., Array], tuple[Array, ...], str]] = {
         (Q, K, V, LEFT), "causal, scores changed",
     ),
     "weights times the mask": (times_mask(-1e9), (Q, K, V, PADDING), "scores changed"),
+    "exponentials times the mask": (before_the_sum(False, False), (Q, K, V, LEFT.at[1, 0].set(True)), "scores changed"),
+    "zeros among exponentials": (before_the_sum(True, True), (Q, K, V, LEFT.at[1, 0].set(True)), "scores changed"),
     "bias without a gradient": (stopped, (Q, K, V, draw(H, T, T)), "scores changed"),
     "known slopes": (with_slopes, (Q, K, V), "causal, scores changed"),
     "by the reciprocal": (by(lambda x: jnp.exp(x) * (1 / jnp.exp(x).sum(-1, keepdims=True))), (Q, K, V), "causal"),
@@ -474,7 +489,8 @@ def test_layers_that_divide_behind_share_a_mask() -> None:
 
 
 @pytest.mark.parametrize(
-    "form", ["where", "added", "beside causal", "divided behind", "an argument", "a logarithm", "of two layers"]
+    "form",
+    ["where", "added", "beside causal", "divided behind", "an argument", "a logarithm", "of two layers", "by zeros"],
 )
 def test_queries_without_keys(form: str) -> None:
     """The softmax of scores that are all -inf is NaN."""
@@ -485,6 +501,9 @@ def test_queries_without_keys(form: str) -> None:
         scores = wide(dots(q, k))
         if form == "added":
             return mixed(scores + jnp.where(mask, 0.0, -jnp.inf), v)
+        if form == "by zeros":
+            e = jnp.exp(scores - scores.max(-1, keepdims=True)) * mask
+            return jnp.einsum("bhqk,bkhd->bqhd", (e / e.sum(-1, keepdims=True)).astype(v.dtype), v)
         if form == "an argument":
             return mixed(scores + jax.lax.stop_gradient(mask), v)
         if form == "a logarithm":
