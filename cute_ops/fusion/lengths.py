@@ -124,29 +124,35 @@ def _conditions(expression: Expression, z: int, reading: _Reading) -> tuple[list
     scores before.
     """
     found, fills, last = list[tuple[int, bool]](), set[float](), False
-    while True:
-        mask, inner = _added_mask(expression, z, reading)
-        node = expression.nodes[mask]
-        added = reading.added(node.operand) if inner is not None and node.primitive == "operand" else None
-        if inner is not None and added is not None and not last:
-            found.append((mask, added.holds))
-            fills.add(added.fill)
-            z, last = inner, math.isfinite(added.fill)
-            continue
-        hidden = [hides(expression, each) for each in node.args[1:]] if node.primitive == "where" else []
-        if len(fills) > 1 or (inner is not None and hidden == [False, False]):
-            raise _Other
-        if hidden.count(True) != 1:
-            return found, min(fills, default=0.0), z
-        if last:  # what two masks hide has a lower score than what one of them hides
-            raise _Other
-        at = hidden.index(True)
-        fill = float(expression.nodes[node.args[1 + at]].number or 0.0)
-        if inner is not None and fill > _ABSORBS:
-            raise _Other
-        found.append((node.args[0], at == 1))
+    while (mask := _mask(expression, z, reading)) is not None:
+        condition, fill, z, is_added = mask
+        found.append(condition)
         fills.add(fill)
-        z, last = (node.args[2 - at], last) if inner is None else (inner, math.isfinite(fill))
+        if last or len(fills) > 1:  # what is added to a hidden score, too, makes it lower than others
+            raise _Other
+        last = is_added and math.isfinite(fill)
+    return found, min(fills, default=0.0), z
+
+
+def _mask(expression: Expression, z: int, reading: _Reading) -> tuple[tuple[int, bool], float, int, bool] | None:
+    """A mask's condition with whether it holds where scores are seen, the score of what it hides, the scores before and
+    whether it is added to these; None where there is no mask.
+    """
+    mask, inner = _added_mask(expression, z, reading)
+    node = expression.nodes[mask]
+    if inner is not None and node.primitive == "operand":
+        added = reading.added(node.operand)
+        return None if added is None else ((mask, added.holds), added.fill, inner, True)
+    hidden = [hides(expression, each) for each in node.args[1:]] if node.primitive == "where" else []
+    if inner is not None and hidden == [False, False]:
+        raise _Other
+    if hidden.count(True) != 1:
+        return None
+    at = hidden.index(True)
+    fill = float(expression.nodes[node.args[1 + at]].number or 0.0)
+    if inner is not None and fill > _ABSORBS:
+        raise _Other
+    return (node.args[0], at == 1), fill, node.args[2 - at] if inner is None else inner, inner is not None
 
 
 def _added_mask(expression: Expression, z: int, reading: _Reading) -> tuple[int, int | None]:
