@@ -157,7 +157,7 @@ def test_gradients_of_drawn_steps(number: int) -> None:
 
         return jax.jit(jax.grad(loss, (0, 1, 2)), compiler_options=QUICK)(*step.args)
 
-    assert became(step.function, *step.args) == ["decode_attention"], step.said
+    assert set(became(step.function, *step.args)) - {"fused"} == {"decode_attention"}, step.said
     for got, want in zip(*map(gradients, (cute_ops_jax.fuse(step.function), step.function)), strict=True):
         np.testing.assert_allclose(*(x.astype("float32") for x in (got, want)), rtol=0.06, atol=0.06, err_msg=step.said)
 
