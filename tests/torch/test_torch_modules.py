@@ -329,3 +329,8 @@ def test_modules_of_losses_learn_no_class_weights() -> None:
         made = getattr(cute_ops_torch.nn, name)()
         function = {"Divergence": "divergence", "SoftCrossEntropy": "soft_cross_entropy"}[name]
         torch.testing.assert_close(made(*given), getattr(cute_ops_torch, function)(*given))
+
+
+def test_a_group_norm_needs_groups() -> None:
+    with pytest.raises(ValueError, match=r"cute\.GroupNorm: num_groups is 0, no divisor of num_channels=8"):
+        cute_ops_torch.nn.GroupNorm(0, 8)
