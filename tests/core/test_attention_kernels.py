@@ -521,7 +521,7 @@ def _check_one_pass(call: Call, functions: Functions, folder: Path) -> None:
     parts = np.full((2 * count * call.batch, call.g, -(-call.t // block) * block, call.d), np.nan, np.float32)
     turns = np.zeros((*logs.shape[:2], logs.shape[2] // tile), np.int32) if call.attrs.get("deterministic") else None
     columns = {1: call.d if run.tall else columns_of_keys(call)}
-    kinds = {"OnePass": run.tall, "WideHeads": run.is_wide, "LongSequences": run.is_long}
+    kinds = {"TallOnePass": run.tall, "WideHeads": run.is_wide, "LongSequences": run.is_long}
     name = next((name for name, is_it in kinds.items() if is_it), one_pass_of(call))
     run(name, 6, moved, [], [], ctas * count, of_rows, sums, columns, parts, turns)
     if turns is not None and "left" not in call.attrs and not functions.mask:

@@ -1,27 +1,31 @@
 """All gradients of attention from scores that are computed once, of long sequences, on Hopper."""
 
+import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.pipeline import PipelineUserType, make_pipeline_state
 from cutlass.utils import hopper_helpers as hopper
 
+from cute_ops.kernels.attention.bwd_keys_sm90 import following
 from cute_ops.kernels.attention.bwd_one_pass_sm90 import DS
-from cute_ops.kernels.attention.bwd_one_tile_sm90 import OneTileAtATime
+from cute_ops.kernels.attention.bwd_two_shares_sm90 import TwoShares
 from cute_ops.kernels.attention.config import MMA_ROWS
 from cute_ops.kernels.attention.products import mma_of_scores, mma_of_weights, multiply, multiply_weights
 from cute_ops.kernels.attention.registers import store_packed
-from cute_ops.kernels.attention.sums import CHUNK, TOGETHER, add_bytes, neighbouring_rows
-from cute_ops.kernels.attention.tensors import Moved, address_of, transposed
+from cute_ops.kernels.attention.sums import CHUNK, TOGETHER, neighbouring_rows
+from cute_ops.kernels.attention.tensors import address_of, transposed
+from cute_ops.kernels.attention.tiles import Tile
 from cute_ops.kernels.tensor_core.sizes import MMA_M, WARP, WARPGROUP
 
 
-class LongSequencesBackward(OneTileAtATime):
+class LongSequencesBackward(TwoShares):
     """What :class:`OnePassBackward` computes, of long sequences and heads of 128 without changes of scores.
 
-    Tile: 80 queries, of which a warpgroup has 64 columns of dq, transposed.
-    Numbers of rows are read before scores are waited for; cotangents are free once dv's product is done. TMA adds dq
-    without a descriptor, not in turns. 1 x 32768 with 16 heads takes 37396 us instead of 38570, causal 18258 instead of
-    20257.
+    Tile: 80 queries, of which a warpgroup has 64 columns of dq, transposed. A tile's products end before the next one's
+    begin: registers would hold both tiles' operands.
+    Numbers of rows are read before scores are waited for; cotangents are free once dv's product is done. CTAs do not
+    add in turns. 1 x 32768 with 16 heads takes 37396 us instead of 38570, causal 18258 instead of 20257.
     """
 
     reads_early, apart = True, 1
@@ -38,22 +42,18 @@ class LongSequencesBackward(OneTileAtATime):
         tDrDs = mma_dq.make_fragment_B(first_dq.partition_B(sDs))  # (mma, m, n, tiles)
         return tDrK, tDrDs, cute.make_rmem_tensor(mma_dq.partition_shape_C((self.d, self.tile_q)), Float32)
 
-    def _added(self, mSums):
-        """The sums, and the layout of what is added to a tile, in shares."""
-        rows = self.tile_q // self.shares
-        return mSums, cute.make_layout((rows, self.d, self.shares), stride=(self.d, 1, rows * self.d))
-
-    def _place_of_sums(self, added, smem):
-        m, of_sums = added
-        return Moved(None, m, smem.allocate_tensor(Float32, of_sums, byte_alignment=128))
-
-    def _of_head(self, sums, tile, sizes):
-        """The address of a head's sums."""
-        return address_of(sums.m, (sizes.first_slots[0] * self.tile_q, 0, tile.head, self._batch(tile, sizes)))
-
-    def _add_share(self, sums, of_head, queries, share, sizes):
-        size, source = self.tile_q * self.d * Float32.width // 8 // self.shares, Int32(sums.s.iterator.toint())
-        add_bytes(of_head + Int64(self.shares * queries + share) * size, source + share * size, size)
+    @cute.jit
+    def _differentiate_all(self, consumer: cutlass.Constexpr, sizes: cutlass.Constexpr):
+        keys, slot = consumer.keys, make_pipeline_state(PipelineUserType.Consumer, self.stages)
+        for i in cutlass.range(self._rounds(sizes), unroll=1):
+            head, queries, last, steps = self._steps(keys, sizes, i)
+            first = queries
+            for _ in cutlass.range(steps, unroll=1):
+                tile = Tile(keys.block, head, keys.batch)
+                if self.tiles.some(tile, sizes, queries, tile.block):
+                    self._differentiate(consumer, slot, (tile, queries), sizes)
+                    slot.advance()
+                head, queries = following(head, queries, first, last)
 
     def _differentiate(self, consumer, slot, at, sizes):
         (ring_q, ring_o), products, (lse, delta), tidx = consumer.rings, consumer.products, consumer.rows, consumer.tidx
