@@ -469,6 +469,21 @@ def test_which_sequences_are_long(queries: int, attrs: dict[str, Any], tile: int
         assert found.workspaces["sums"].shape == (2, 4, -(-queries // whole) * whole, d)
 
 
+def test_which_short_heads_have_tall_tiles() -> None:
+    """Of drawn lengths and caps: such as leave few rows empty, and caps whose tanh kernels have."""
+    print("seed", SEED)
+    rng = np.random.default_rng(SEED)
+    caps = [0.0, LARGE_CAP, 257.0, *rng.uniform(0.1, 400, 5).tolist()]
+    lengths = [64, 65, 128, *rng.integers(1, 3000, 5).tolist()]
+    for cap, queries in ((cap, queries) for cap in caps for queries in lengths):
+        x = Array((1, queries, 2, 64), "bfloat16")
+        given = {"q": x, "k": x, "v": x, "out": x, "lse": Array((1, 2, queries), "float32"), "dout": x}
+        found = plan(bind(attention_bwd, given, {"softcap": cap}), {}, parse("sm_90a:132"))
+        of_128, of_64 = -(-queries // 128) * 128, -(-queries // 64) * 64
+        tall = cap <= LARGE_CAP and 16 * of_128 <= 17 * of_64
+        assert AttentionBackwardConfig.of(found.variant.config).tile_q == (128 if tall else 64), (cap, queries)
+
+
 @pytest.mark.drawn(0.2, among="emulated attention")
 @pytest.mark.slow
 @products.emulated
