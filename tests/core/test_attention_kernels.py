@@ -452,7 +452,8 @@ def test_gradients_of_long_sequences(causal: bool, tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize(
     ("queries", "attrs", "tile"),
     [
-        (1024, {}, 80), (1023, {}, 0), (8192, {"causal": True}, 80), (8191, {"causal": True}, 0), (1041, {}, 0),
+        (560, {}, 80), (559, {}, 0), (3072, {"causal": True}, 80), (3071, {"causal": True}, 0), (1041, {}, 0),
+        (1024, {}, 80), (832, {}, 0),
         (32768, {"left": 100}, 0), (32768, {"causal": True, "left": 100}, 0), (32768, {"right": 0}, 0),
         (32768, {"softcap": 9.0}, 0), (32768, {"deterministic": True}, 0), (32768, {"causal": True}, 80),
     ],
@@ -482,6 +483,8 @@ def test_which_short_heads_have_tall_tiles() -> None:
         of_128, of_64 = -(-queries // 128) * 128, -(-queries // 64) * 64
         tall = cap <= LARGE_CAP and 16 * of_128 <= 17 * of_64
         assert AttentionBackwardConfig.of(found.variant.config).tile_q == (128 if tall else 64), (cap, queries)
+        found = plan(bind(attention_bwd, given, {"softcap": cap, "left": 100}), {}, parse("sm_90a:132"))
+        assert AttentionBackwardConfig.of(found.variant.config).tile_q == (128 if tall and not cap else 64), cap
 
 
 @pytest.mark.drawn(0.2, among="emulated attention")

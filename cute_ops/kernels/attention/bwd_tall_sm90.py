@@ -21,6 +21,7 @@ class TallOnePass(TwoShares):
     Of a tile of 128 queries each warpgroup has 64 rows of dq: what a product reads of shared memory serves twice as
     many numbers as of 64. A tile's dk and dq are multiplied while the next tile's scores are exponentiated: a warpgroup
     waits for the other one's ds half of that later, so that one exponentiates while the other one multiplies.
+    13 x 2432 with 8 heads take 840 us instead of 862 by products that end with their tile.
     """
 
     reads_early, sharing = False, 1

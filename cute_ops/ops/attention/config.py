@@ -42,8 +42,8 @@ KEYS = {64: (128, 3), 128: (128, 2), 192: (96, 2), 256: (80, 2)}
 ONE_PASS = {64: (64, 3), 80: (64, 3), 96: (64, 3), 112: (64, 2), 128: (64, 2)}
 TALL = (128, 2)  # of heads of 64, where scores are plain
 # Of long sequences, with heads of 128: queries and slots of tiles; the least queries, without a mask and with a causal
-# one, as measured. Such tiles fill 1/16 more rows at most.
-LONG, LEAST_LONG = (LONG_TILE, 2), (1024, 8192)
+# one, as measured. Such tiles fill 1/64 more rows than those of 64 at most.
+LONG, LEAST_LONG = (LONG_TILE, 2), (560, 3072)
 # Heads of so many elements of which CTAs with keys of their own have 96; queries and slots.
 WIDE_HEADS, KEYS_OF_WIDE, OF_WIDE = 192, 96, (64, 2)
 ONE_PASS_OF_QUERIES = {192: (64, 2), 256: (64, 1)}
@@ -171,9 +171,13 @@ def _tile_of_queries(own: mods.Own, problem: Problem) -> tuple[int, int] | None:
 
 def _is_tall(own: mods.Own, problem: Problem) -> bool:
     """Whether tiles of gradients have :data:`TALL` queries: 4 to 10% faster, 20% where deterministic, as measured of
-    scores and masks that are no functions. Such tiles may leave 1/16 more rows empty.
+    scores and masks that are no functions; 4% slower with a soft cap and a window. Such tiles may leave 1/16 more rows
+    empty.
     """
-    if _headdim(problem) != MMA_M or _is_packed(problem) or any(own) or problem.attrs["softcap"] > mods.LARGE_CAP:
+    attrs = problem.attrs
+    if _headdim(problem) != MMA_M or _is_packed(problem) or any(own) or attrs["softcap"] > mods.LARGE_CAP:
+        return False
+    if attrs["softcap"] and _is_windowed(problem):
         return False
     rows, few = (_blocks(problem, "s", tile) * tile for tile in (TALL[0], ONE_PASS[MMA_M][0]))
     return bool(16 * rows <= 17 * few)
@@ -186,10 +190,16 @@ def _is_long(own: mods.Own, problem: Problem) -> bool:
     attrs, queries = problem.attrs, problem.dims["s"]
     if _headdim(problem) != 2 * MMA_M or _is_packed(problem) or any(own) or attrs["softcap"] or attrs["deterministic"]:
         return False
-    windowed = attrs["left"] >= 0 or (attrs["right"] >= 0 and not attrs["causal"])
-    if windowed or queries < LEAST_LONG[bool(attrs["causal"])]:
+    if _is_windowed(problem) or queries < LEAST_LONG[bool(attrs["causal"])]:
         return False
-    return bool(16 * _blocks(problem, "s", LONG_TILE) * LONG_TILE <= 17 * queries)
+    rows, few = (_blocks(problem, "s", tile) * tile for tile in (LONG_TILE, ONE_PASS[2 * MMA_M][0]))
+    return bool(64 * rows <= 65 * few)
+
+
+def _is_windowed(problem: Problem) -> bool:
+    """Whether a band other than a causal mask hides keys."""
+    attrs = problem.attrs
+    return bool(attrs["left"] >= 0 or (attrs["right"] >= 0 and not attrs["causal"]))
 
 
 def _divides_columns(d: int, warps: int, tile: int) -> bool:
