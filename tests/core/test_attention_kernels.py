@@ -260,9 +260,9 @@ class Run:
             ptx_sm90.Cluster(kernel, index, ctas, (1, 1), arguments, maps, blocks, in_a_row=True).run(seed=index)
 
     def _fill(self, ranges: Sequence[bytes], blocks: list[np.ndarray], second: bool) -> None:
-        """Run the kernels that bound what a mask reads over tiles."""
+        """Run the kernel that bounds what a mask reads over tiles, or the second one."""
         kernels = [entry for entry in self.entries if "Ranges" in entry.partition("(")[0]]
-        for entry in kernels[-2:] if second else kernels[:2]:
+        for entry in kernels[-1:] if second else kernels[:1]:
             ptx_cta.Kernel(self.head + entry).run(8, [*self.sizes, *self.read, *ranges, *self.offsets], blocks)
 
 

@@ -198,5 +198,5 @@ def one_pass_of(config, longest, mods, in_turns):
         return WideHeadsBackward
     if config.tile_q == LONG_TILE:
         return LongSequencesBackward
-    in_parts = (not config.score or mods.cap is not None) and (mods.mask is None or mods.is_interval)  # as measured
+    in_parts = not config.score or mods.cap is not None  # as measured
     return OnePassInParts if in_parts else OnePassBackward

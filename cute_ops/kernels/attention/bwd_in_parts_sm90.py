@@ -51,7 +51,7 @@ class OnePassInParts(OnePassBackward):
         before = make_pipeline_state(PipelineUserType.Consumer, self.stages)
         for i in cutlass.range(self._rounds(sizes), unroll=1):
             head, queries, last, steps = self._steps(keys, sizes, i)
-            first = queries
+            first, seen = queries, self.tiles.nothing_seen()
             if steps > 0:
                 ring_q.consumer_wait(slot)
                 multiply(*of_scores, rS, self._slots(slot))
@@ -59,9 +59,12 @@ class OnePassInParts(OnePassBackward):
                 slot.advance()
                 next_head, next_queries = following(head, queries, first, last)
                 for _ in cutlass.range(steps - 1, unroll=1):
-                    if self.tiles.some(Tile(keys.block, next_head, keys.batch), sizes, next_queries, keys.block):
+                    tile = Tile(keys.block, next_head, keys.batch)
+                    seen = self.tiles.look(seen, tile, sizes, (next_queries, keys.block))
+                    if self.tiles.some(tile, sizes._replace(seen=seen), next_queries, keys.block):
                         tile = Tile(keys.block, head, keys.batch)
-                        self._differentiate(consumer, before, (tile, queries), sizes)
+                        ahead = self.tiles.look(seen, tile, sizes, (queries, keys.block))
+                        self._differentiate(consumer, before, (tile, queries), sizes._replace(seen=ahead))
                         if const_expr(self.adds_first):
                             warpgroup.wait_group(1)
                             add(rDq, tile, queries, sizes)
@@ -82,7 +85,8 @@ class OnePassInParts(OnePassBackward):
                         head, queries = next_head, next_queries
                     next_head, next_queries = following(next_head, next_queries, first, last)
                 tile = Tile(keys.block, head, keys.batch)
-                self._differentiate(consumer, before, (tile, queries), sizes)
+                seen = self.tiles.look(seen, tile, sizes, (queries, keys.block))
+                self._differentiate(consumer, before, (tile, queries), sizes._replace(seen=seen))
                 warpgroup.wait_group(0)
                 add(rDq, tile, queries, sizes)
                 ring_q.consumer_release(before)

@@ -105,7 +105,7 @@ class KeysBackward:
         self.of_k, self.of_v = "k" in parts, "v" in parts
         self.d, self.dv, self.tile_q, self.stages = d, dv, config.tile_q, config.query_stages
         self.mods, self.scale = mods, scale
-        self.weights, self.tiles = Weights(mods, scale), Tiles(self.tile_q, self.tile_k, mods)
+        self.weights, self.tiles = Weights(mods, scale), Tiles(self.tile_q, self.tile_k, mods, True)
 
     @cute.jit
     def launch(
@@ -282,17 +282,19 @@ class KeysBackward:
         running = Boolean(False)
         for i in cutlass.range(self._rounds(sizes), unroll=1):
             head, queries, last, steps = self._steps(keys, sizes, i)
-            first = queries
+            first, seen = queries, self.tiles.nothing_seen()
             for _ in cutlass.range(steps, unroll=1):
                 tile = Tile(keys.block, head, keys.batch)
-                if self.tiles.some(tile, sizes, queries, tile.block):
+                seen = self.tiles.look(seen, tile, sizes, (queries, tile.block))
+                looked = sizes._replace(seen=seen)
+                if self.tiles.some(tile, looked, queries, tile.block):
                     place, lse = self._begin(consumer, slot, (tile, queries), sizes)
                     if running:
                         ring_q.consumer_release(before)
                         ring_o.consumer_release(before)
                         before.advance()
                     running = Boolean(True)
-                    self._differentiate(consumer, slot, (tile, queries), (place, lse), sizes)
+                    self._differentiate(consumer, slot, (tile, queries), (place, lse), looked)
                     slot.advance()
                 head, queries = following(head, queries, first, last)
             # Accumulators are not carried to the next round while instructions add to them.

@@ -228,12 +228,16 @@ class AttentionFwd(ForwardKernel):
                     ring_k.consumer_release(slot)
                     slot.advance()
                     self._release_queries(ring_q, q_slot, last == first)
-                    self._weigh(rS, (tile, own, (tidx, group), there), last, (rMax, rSum), True)
+                    seen = self.tiles.look(self.tiles.nothing_seen(), tile, own, (tile.block, last))
+                    at = tile, own._replace(seen=seen), (tidx, group), there
+                    self._weigh(rS, at, last, (rMax, rSum), True)
                     late.fill(1.0)
                     store_packed(rS, rP)
                     for i in cutlass.range(1, last - first + 1, unroll=1):
                         keys = last - i
-                        if self._is_loaded(tile, own, keys):
+                        seen = self.tiles.look(seen, tile, own, (tile.block, keys))
+                        looked = own._replace(seen=seen)
+                        if self._is_loaded(tile, looked, keys):
                             self._begin_turn(group)
                             ring_k.consumer_wait(slot)
                             multiply(*score, (0, slot.index))
@@ -246,7 +250,8 @@ class AttentionFwd(ForwardKernel):
                             ring_k.consumer_release(slot)
                             slot.advance()
                             self._release_queries(ring_q, q_slot, keys == first)
-                            factors = self._weigh(rS, (tile, own, (tidx, group), there), keys, (rMax, rSum), False)
+                            at = tile, looked, (tidx, group), there
+                            factors = self._weigh(rS, at, keys, (rMax, rSum), False)
                             # ptxas would move the wait ahead of the exponentials, but not over a branch on their sums.
                             if rSum[0] + rSum[1] < 0.0:
                                 cute.arch.sync_warp()

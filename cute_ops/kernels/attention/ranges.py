@@ -6,7 +6,7 @@ size and whatever the order of documents.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, const_expr
 
 from cute_ops.kernels.attention.tiles import Sizes
 from cute_ops.kernels.tensor_core.sizes import WARP
@@ -16,41 +16,47 @@ WARPS = 8
 
 class Ranges:
     """Fills both tables: ``(2 * reads, batches, heads, tiles)``, of each read the least and then the largest numbers. A
-    warp has one tile of one head.
+    warp has one tile of one head; the first CTAs have those of queries.
     """
 
     def __init__(self, tiles):
         self.tiles, self.mods, self.sizes = tiles, tiles.mods, (tiles.tile_q, tiles.tile_k)
 
     def launch(self, sizes, stream):
-        for axis, reads in enumerate((self.mods.by_query, self.mods.by_key)):
-            if reads:
-                _, batches, heads, tiles = sizes.ranges[axis].shape
-                warps = Int32(batches) * Int32(heads) * Int32(tiles)
-                self.kernel(tuple(sizes), axis).launch(
-                    grid=[cute.ceil_div(warps, WARPS), 1, 1], block=[WARP * WARPS, 1, 1], stream=stream
-                )
+        if any(table is not None for table in sizes.ranges):
+            self.kernel(tuple(sizes)).launch(
+                grid=[ctas_of(sizes, 0) + ctas_of(sizes, 1), 1, 1], block=[WARP * WARPS, 1, 1], stream=stream
+            )
 
     @cute.kernel
-    def kernel(self, sizes, axis: cutlass.Constexpr):
-        sizes = Sizes(*sizes)
-        mTable = sizes.ranges[axis]
-        heads, tiles, lane = Int32(mTable.shape[2]), Int32(mTable.shape[3]), cute.arch.lane_idx()
-        count = Int32(mTable.shape[1]) * heads * tiles
-        # The last CTA may have more warps than there are tiles left: they compute the last tile, and store nothing.
-        number = cute.arch.block_idx()[0] * WARPS + cute.arch.warp_idx()
-        index = cutlass.min(number, count - 1)
-        which = index // tiles
-        slot, batch = index - which * tiles, which // heads
-        head = which - batch * heads
-        tile, own = self.tiles.placed(slot, head, batch, sizes, axis)
-        for i, (low, high) in enumerate(self.of_tile(tile.block, (tile.batch, head), lane, own, axis)):
-            for offset in (16, 8, 4, 2, 1):
-                low = cute.arch.fmin(low, cute.arch.shuffle_sync_bfly(low, offset=offset))
-                high = cute.arch.fmax(high, cute.arch.shuffle_sync_bfly(high, offset=offset))
-            if (lane == 0) & (number < count):
-                mTable[2 * i, batch, head, slot] = low
-                mTable[2 * i + 1, batch, head, slot] = high
+    def kernel(self, sizes):
+        sizes, cta = Sizes(*sizes), cute.arch.block_idx()[0]
+        first = ctas_of(sizes, 0)
+        if cta < first:
+            self._fill(sizes, 0, cta)
+        else:
+            self._fill(sizes, 1, cta - first)
+
+    @cute.jit
+    def _fill(self, sizes: cutlass.Constexpr, axis: cutlass.Constexpr, cta):
+        """Write the numbers of a CTA's tiles of queries, 0, or of keys, 1."""
+        mTable, count = sizes.ranges[axis], tiles_of(sizes, axis)
+        if const_expr(mTable is not None):
+            heads, tiles, lane = Int32(mTable.shape[2]), Int32(mTable.shape[3]), cute.arch.lane_idx()
+            # The last CTA may have more warps than there are tiles left: they compute the last one, and store nothing.
+            number = cta * WARPS + cute.arch.warp_idx()
+            index = cutlass.min(number, count - 1)
+            which = index // tiles
+            slot, batch = index - which * tiles, which // heads
+            head = which - batch * heads
+            tile, own = self.tiles.placed(slot, head, batch, sizes, axis)
+            for i, (low, high) in enumerate(self.of_tile(tile.block, (tile.batch, head), lane, own, axis)):
+                for offset in (16, 8, 4, 2, 1):
+                    low = cute.arch.fmin(low, cute.arch.shuffle_sync_bfly(low, offset=offset))
+                    high = cute.arch.fmax(high, cute.arch.shuffle_sync_bfly(high, offset=offset))
+                if (lane == 0) & (number < count):
+                    mTable[2 * i, batch, head, slot] = low
+                    mTable[2 * i + 1, batch, head, slot] = high
 
     def of_tile(self, tile, at, lane, sizes, axis):
         """The least and the largest number of a thread's places in a tile, for each read."""
@@ -74,3 +80,13 @@ class Ranges:
                 low, high = cute.arch.fmin(low, x), cute.arch.fmax(high, x)
             pairs.append((low, high))
         return pairs
+
+
+def tiles_of(sizes, axis):
+    """Tiles of all heads and batches that a table is for; 0 where there is none."""
+    mTable = sizes.ranges[axis]
+    return Int32(0) if mTable is None else Int32(mTable.shape[1]) * Int32(mTable.shape[2]) * Int32(mTable.shape[3])
+
+
+def ctas_of(sizes, axis):
+    return cute.ceil_div(tiles_of(sizes, axis), WARPS)

@@ -30,6 +30,7 @@ class Sizes(NamedTuple):
         parts: if keys may be split, the results of their parts, (rows, parts, dv), and log-sum-exps, (rows, parts).
         part: the number of the part of the keys that a CTA takes.
         read: what a change of scores reads for all tiles of a block: see :meth:`Mods.with_reads`.
+        seen: what bounds say of tiles: see :meth:`Tiles.look`.
     """
 
     seqlen_q: Any
@@ -47,6 +48,7 @@ class Sizes(NamedTuple):
     parts: Any = None
     part: Any = None
     read: Any = ()
+    seen: Any = ()
 
     @property
     def lengths(self):
@@ -194,8 +196,9 @@ def offsets_of(given, packed):
 class Tiles:
     """Tiles of ``tile_q`` queries and ``tile_k`` keys, and what a mask leaves of them."""
 
-    def __init__(self, tile_q, tile_k, mods):
-        self.tile_q, self.tile_k, self.mods = tile_q, tile_k, mods
+    def __init__(self, tile_q, tile_k, mods, looks_down=False):
+        """``looks_down``: whether a kernel goes through the tiles of queries of a block of keys."""
+        self.tile_q, self.tile_k, self.mods, self.looks_down = tile_q, tile_k, mods, looks_down
 
     def walk(self, index, blocks, heads, together):
         """The block, the head and the batch's head of an index: ``together`` heads first, whose operands fit into L2,
@@ -329,12 +332,16 @@ class Tiles:
 
     def some(self, tile, sizes, queries, keys):
         """Whether the mask lets a score of a tile pass, as far as its bounds tell."""
+        if sizes.seen:
+            return _bit_of(sizes.seen[1], queries if self.looks_down else keys)
         return Boolean(True) if self.mods.mask is None else self.bounds(tile, sizes, queries, keys)[1]
 
     def whole(self, tile, sizes, queries, keys, rows=None):
         """Whether no score of a tile, or of its ``rows``, is left out: by the mask, or because it lies behind the last
         key.
         """
+        if sizes.seen:
+            return _bit_of(sizes.seen[2], queries if self.looks_down else keys)
         inside = (keys + 1) * self.tile_k <= sizes.seqlen_k
         if self.mods.mask is None:
             return inside
@@ -348,7 +355,46 @@ class Tiles:
         """
         if not self.mods.has_rest(down):
             return None
-        return lambda row=None: self.bounds(tile, sizes, queries, keys, down, row)
+
+        def rest(row=None):
+            if row is None and sizes.seen:
+                return _bit_of(sizes.seen[3], queries if self.looks_down else keys), None
+            return self.bounds(tile, sizes, queries, keys, down, row)
+
+        return rest
+
+    def nothing_seen(self):
+        """What :meth:`look` is given first: nothing where it does not keep what bounds say, as they read nothing."""
+        if self.mods.mask is None or self.mods.is_interval:
+            return []
+        return [Int32(-1)] + [Int32(0)] * (2 + self.mods.has_rest(self.looks_down))
+
+    @cute.jit
+    def look(self, seen, tile: cutlass.Constexpr, sizes: cutlass.Constexpr, at: cutlass.Constexpr):
+        """For :attr:`Sizes.seen` the number of 32 tiles of keys among which one is, or of queries for a block of keys,
+        and as bits what bounds say of each: :meth:`some`, :meth:`whole`, and whether the rest of the mask, if it has
+        one, is true of all scores. So a warp looks once for all of them, each lane at another one.
+
+        Args:
+            seen: what there was before.
+            at: the tile of queries and that of keys.
+        """
+        if const_expr(len(seen) > 0):
+            number = at[not self.looks_down] // WARP
+            if number != seen[0]:
+                seen = self._look(number, tile, sizes, at)
+        return seen
+
+    def _look(self, number, tile, sizes, at):
+        """What :meth:`look` returns for a number of 32 tiles."""
+        axis, at = int(not self.looks_down), [*at]
+        length, size = sizes.lengths[axis], (self.tile_q, self.tile_k)[axis]
+        at[axis] = cutlass.min(number * WARP + cute.arch.lane_idx(), cute.ceil_div(length, size) - 1)
+        every, some = self.bounds(tile, sizes, *at)
+        found = [some, every & ((at[1] + 1) * self.tile_k <= sizes.seqlen_k)]
+        if self.mods.has_rest(self.looks_down):
+            found.append(self.bounds(tile, sizes, *at, self.looks_down)[0])
+        return [number] + [Int32(cute.arch.vote_ballot_sync(each)) for each in found]
 
     def keys_of(self, tile, sizes):
         """The first and the last tile of keys of a block of queries; first > last if there is none."""
@@ -386,6 +432,11 @@ class Tiles:
                         first, last = cutlass.min(first, index), cutlass.max(last, index)
             first, last = _over_warp(first, last)
         return cute.arch.make_warp_uniform(first), cute.arch.make_warp_uniform(last)
+
+
+def _bit_of(word, number):
+    """The bit of a number modulo 32."""
+    return ((word >> (number % WARP)) & 1) != 0
 
 
 @cute.jit
