@@ -40,11 +40,14 @@ SHAPES = (A.SHAPES[0], A.SHAPES[3])
 
 
 def sizes_of_tiles(case: A.Case) -> tuple[int, int]:
-    """Queries and keys of a tile; of a forward whose blocks have more queries than a tile has keys, warpgroups' own."""
+    """Queries and keys of a tile; of a forward whose blocks have more queries than a tile has keys, or those of two
+    heads, warpgroups' own.
+    """
     if case.direction == "backward":
         return config.ONE_PASS[case.shape.headdim][0], BACKWARD_BLOCK
     keys, warpgroups = config.KEYS[case.shape.headdim]
-    return MMA_M if warpgroups * MMA_M > keys else warpgroups * MMA_M, keys
+    of_two_heads = "mask_mod" in A.FORMS[case.form] and warpgroups == config.PAIR
+    return MMA_M if of_two_heads or warpgroups * MMA_M > keys else warpgroups * MMA_M, keys
 
 
 def shares(case: A.Case) -> tuple[float, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import product
 from typing import Any
 
 from cute_ops.calls import lookup
@@ -272,8 +273,8 @@ def _attention(config: Mapping[str, Any], dtype: str, train: bool) -> Iterator[C
                 yield from _attention_in_training(_qkv(heads, keys, size, length, dtype), sinks, options)
         else:
             cached = dict.fromkeys(("k", "v"), Memory((keys * ROWS * size, size, ROWS * size, 1)))
-            for memory in ({}, cached):
-                yield Call("attention", {**_qkv(heads, keys, size, ROWS, dtype), **sinks}, memory, options)
+            for length, memory in product((ROWS, SHORT), ({}, cached)):  # short ones have blocks of two heads
+                yield Call("attention", {**_qkv(heads, keys, size, length, dtype), **sinks}, memory, options)
 
 
 def _qkv(heads: int, keys: int, size: int, length: int, dtype: str) -> dict[str, Array]:

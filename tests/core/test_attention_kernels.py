@@ -40,7 +40,7 @@ from cute_ops.kernels.attention.softmax import (
 from cute_ops.kernels.attention.weights import GRADIENTS, HIDDEN, LEAST_CAP
 from cute_ops.ops.attention import config as configs
 from cute_ops.ops.attention.attention import attention, attention_bwd
-from cute_ops.ops.attention.by_call import Captured, kind_of, op_of_call
+from cute_ops.ops.attention.by_call import Captured, kind_of, op_of, op_of_call
 from cute_ops.ops.attention.mods import LARGE_CAP, gradient_of, mask_mod, score_of
 from cute_ops.testing.kernel_calls import Call as KernelCall
 from tests.emulator import device, products, ptx_cta, ptx_sm90
@@ -90,6 +90,10 @@ def tables(xp: Any, score: Any, batch: Any, head: Any, q: Any, k: Any, table: An
     near = mods.relative_bias(xp, score, batch, head, q, k, table)
     behind = xp.sqrt(k.size - 1 - q)  # NaN of rows that fill the last tile
     return xp.where(q - k < 40, near * slopes[head], xp.tanh(score)) + keys[batch, k] + behind
+
+
+def of_head(xp: Any, batch: Any, head: Any, q: Any, k: Any, document: Any) -> Any:
+    return document[batch, q] == document[batch, k] + head
 
 
 def band(xp: Any, batch: Any, head: Any, q: Any, k: Any) -> Any:
@@ -334,6 +338,47 @@ def test_results_with_functions_that_read_arrays(number: int, tmp_path: Path) ->
 @pytest.mark.drawn(0.2, among="emulated attention")
 @pytest.mark.slow
 @products.emulated
+@pytest.mark.parametrize("number", range(3))
+def test_results_of_blocks_of_two_heads(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each warpgroup has its own head, of drawn lengths: with a window, of long heads, with functions that read."""
+    print("seed", SEED)
+    rng = np.random.default_rng((SEED, number))
+    monkeypatch.setattr(configs, "_heads_of_block", lambda *_: 2)
+    t = int(rng.integers(130, 260))
+    call = Call(2, t - int(rng.integers(70)), t, 4, 2, 128, 64, "bfloat16", {"causal": True}, False, False)
+    if number == 0:
+        return _check_results(call._replace(attrs={"causal": True, "left": 100}), NO_FUNCTIONS, tmp_path)
+    captured = {"document": np.cumsum(rng.random((2, t)) < 0.02, axis=1).astype(np.int32)}
+    if number == 1:
+        call = call._replace(batch=1, h=2, g=1, d=256, e=256)
+        return _check_results(call, Functions(None, document, {"document": captured["document"][:1]}), tmp_path)
+    captured["slopes"] = rng.random(4, np.float32)
+    return _check_results(call, Functions(mods.alibi, document, captured), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "heads"),
+    [
+        ((120, 272, 2, 1, 256), {}, 2), ((120, 272, 2, 1, 256), {"causal": True}, 2), ((120, 272, 2, 2, 256), {}, 1),
+        ((16, 1024, 32, 8, 128), {"causal": True}, 1), ((16, 1024, 16, 8, 256), {"causal": True}, 1),
+        ((200, 60, 4, 2, 128), {}, 2), ((2, 8192, 32, 8, 128), {}, 1),
+        ((120, 272, 2, 1, 64), {}, 1), ((1, 60, 8, 2, 128), {}, 2), ((2, 8192, 32, 8, 128), {"mask_mod": document}, 2),
+        ((2, 8192, 32, 8, 128), {"mask_mod": of_head}, 1), ((2, 8192, 32, 8, 128), {"mask_mod": band}, 1),
+    ],
+)  # fmt: skip
+def test_which_blocks_have_two_heads(sizes: tuple[int, ...], options: dict[str, Any], heads: int) -> None:
+    b, s, h, g, d = sizes
+    q, k = (Array((b, s, n, d), "bfloat16") for n in (h, g))
+    captured = {"document": Array((b, s), "int32")} if options.get("mask_mod") in (document, of_head) else {}
+    op = op_of(mask_mod=options["mask_mod"], captured=captured) if "mask_mod" in options else attention
+    attrs = {name: value for name, value in options.items() if name != "mask_mod"}
+    found = plan(bind(op, {"q": q, "k": k, "v": k, **captured}, attrs), {}, parse("sm_90a:132"))
+    assert AttentionConfig.of(found.variant.config).heads == heads
+
+
+@pytest.mark.drawn(0.2, among="emulated attention")
+@pytest.mark.slow
+@products.emulated
 def test_rows_without_a_key_have_the_sink_alone(tmp_path: Path) -> None:
     """However small it is, with a soft cap, too."""
     names, dims = ("q", "k", "v", "sinks"), {"m": (1,), "s": 70, "t": 50, "g": 1, "r": 2, "d": 64, "e": 64}
@@ -381,7 +426,7 @@ def _check_results(call: Call, functions: Functions, folder: Path) -> None:
     out = np.full((*q.shape[:-1], call.e), np.nan, q.dtype)
     lse = np.full((call.batch, call.h, call.s), np.nan, np.float32)
     config = AttentionConfig.of(run.variant.config)
-    moved = [(q, 64 * config.consumers), (k, config.tile_n), (v, config.tile_n), (out, 64)]
+    moved = [(q, config.block), (k, config.tile_n), (v, config.tile_n), (out, 64)]
     run("AttentionFwd", 3, moved, [run.rows(1)], [lse], 2)
     _check({"out": out, "lse": lse}, expected(call, [*map(_wide, (q, k, v)), None], None, functions))
 

@@ -122,7 +122,7 @@ def test_results(which: str, tmp_path: Path) -> None:
     run = Run(attention_packed, case.call, tmp_path, case.functions, case.offsets)
     out, lse = np.full_like(case.dout, np.nan), np.full(case.dlse.shape, np.nan, np.float32)
     config = AttentionConfig.of(run.variant.config)
-    moved = [(case.q, 64 * config.consumers), (case.k, config.tile_n), (case.v, config.tile_n), (out, 64)]
+    moved = [(case.q, config.block), (case.k, config.tile_n), (case.v, config.tile_n), (out, 64)]
     run("AttentionFwd", 3, moved, [run.rows(1)], [lse], 2)
     case.check({"out": out, "lse": lse})
 

@@ -50,6 +50,7 @@ class AttentionConfig(KernelConfig):
         score: the expression of a change of scores; empty if there is none.
         cached: whether keys lie in caches.
         box: keys in caches that TMA loads at once, some of a loading warp; 0 where threads copy them.
+        heads: whose queries a CTA has: one, or one for each warpgroup.
     """
 
     tile_n: int
@@ -62,11 +63,13 @@ class AttentionConfig(KernelConfig):
     score: str = ""
     cached: bool = False
     box: int = 0
+    heads: int = 1
 
     @property
     def block(self) -> int:
-        """Queries of a CTA."""
-        return MMA_ROWS * self.tiles_m * self.warps if self.warps else MMA_M * self.consumers
+        """Queries of a CTA, of each of its heads."""
+        rows = MMA_ROWS * self.tiles_m * self.warps if self.warps else MMA_M * self.consumers
+        return rows // self.heads
 
     def shared(self, d: int, e: int) -> int:
         """Bytes of shared memory where warps multiply: queries, whose place outputs take, keys and values, padded; for

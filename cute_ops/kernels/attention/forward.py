@@ -14,16 +14,22 @@ class ForwardKernel:
 
     def __init__(self, variant):
         config, attrs, dims = AttentionConfig.of(variant.config), variant.attrs, variant.dims
-        self.d, self.dv, self.tile_n = dims["d"], dims["e"], config.tile_n
+        self.d, self.dv, self.tile_n, self.heads = dims["d"], dims["e"], config.tile_n, config.heads
         self.mods = Mods(attrs["scale"] or self.d**-0.5, config.score, config.mask, config.bounds)
         self.tiles = Tiles(config.block, self.tile_n, self.mods)
         self.softmax = softmax_of(self.mods, self.d, self.dv, variant.tensors["q"].dtype)
         self.packed = "cu_seqlens_q" in variant.names
 
     def _count(self, sizes):
-        """How many blocks of queries all heads have."""
+        """How many blocks of queries all heads have, or all groups of them that share a block."""
         blocks, batches = self.tiles.blocks(sizes, 0)
-        return blocks * sizes.heads * batches
+        return blocks * self._grouped(sizes).heads * batches
+
+    def _grouped(self, sizes):
+        """Sizes with groups of heads that share a block in the place of heads."""
+        if self.heads == 1:
+            return sizes
+        return sizes._replace(heads=sizes.heads // self.heads, heads_per_kv=sizes.heads_per_kv // self.heads)
 
     def _steps(self, sizes):
         """In how many steps a CTA goes through blocks, and a function from a step to the index of a block, which is no
@@ -54,15 +60,17 @@ class ForwardKernel:
     def _together(self, sizes):
         """How many indices heads have that are walked together."""
         blocks, _ = self.tiles.blocks(sizes, 0)
-        return self.tiles.heads_together(sizes, self._bytes_of_key) * blocks
+        return self.tiles.heads_together(self._grouped(sizes), self._bytes_of_key) * blocks
 
     @property
     def _bytes_of_key(self):
         return (self.d + self.dv) * self.dtype.width // 8
 
     def _tile(self, index, sizes):
-        """The block of queries with an index, and the sizes of its sequence."""
-        return self.tiles.queries_at(index, sizes, self._bytes_of_key)
+        """The block of queries with an index, of the first head that shares it, and the sizes of its sequence."""
+        tile, own = self.tiles.queries_at(index, self._grouped(sizes), self._bytes_of_key)
+        own = own._replace(heads=sizes.heads, heads_per_kv=sizes.heads_per_kv)
+        return tile._replace(head=tile.head * self.heads), own
 
     def _keys_of(self, tile, own):
         """The first and the last tile of keys of a block of queries; first > last if there is none."""

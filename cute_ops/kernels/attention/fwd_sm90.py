@@ -62,7 +62,8 @@ class AttentionFwd(ForwardKernel):
         config = AttentionConfig.of(variant.config)
         self.consumers, self.tile_m, self.sms = config.consumers, config.block, config.sms
         self.registers, self.is_long = REGISTERS[config.consumers], self.dv > LONG
-        used = 2 * (self.tile_m + self.stages * self.tile_n) * (self.d + self.dv) + BARRIER_BYTES
+        rows = self.tile_m * self.heads + self.stages * self.tile_n
+        used = 2 * rows * (self.d + self.dv) + BARRIER_BYTES
         self.shares_memory = used > SHARED_BYTES  # outputs with queries
         self.releases_early = not self.shares_memory
         # Whether warpgroups may have fewer tiles than their block: some of those at its ends.
@@ -94,14 +95,14 @@ class AttentionFwd(ForwardKernel):
 
     def _products(self, dtype):
         """The MMAs of scores, and of weights and values."""
-        scores = mma_of_scores(dtype, self.tile_n, self.consumers)
-        return scores, mma_of_weights(dtype, self.dv, self.consumers)
+        warpgroups = self.consumers // self.heads
+        return mma_of_scores(dtype, self.tile_n, warpgroups), mma_of_weights(dtype, self.dv, warpgroups)
 
     def _layouts(self, dtype):
         """Of queries, keys, values and outputs in shared memory."""
         row, column = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
         return (
-            hopper.make_smem_layout_a(row, (self.tile_m, self.tile_n, self.d), dtype, 1),
+            hopper.make_smem_layout_a(row, (self.tile_m, self.tile_n, self.d), dtype, self.heads),
             hopper.make_smem_layout_b(row, (self.tile_m, self.tile_n, self.d), dtype, self.stages),
             hopper.make_smem_layout_b(column, (self.tile_m, self.dv, self.tile_n), dtype, self.stages),
             hopper.make_smem_layout_epi(dtype, row, (MMA_M, self.dv), self.consumers),
@@ -126,7 +127,11 @@ class AttentionFwd(ForwardKernel):
         held.append(self._place_of_outputs(smem, held[0], layouts[3]))
         moved = [Moved(tma, m, s) for (tma, m), s in zip(moved, held)]
         stages = 1, self.stages, self.stages
-        rings = [ring(smem, dtype, layout, count, self.consumers) for layout, count in zip(layouts, stages)]
+        others = (self.heads - 1) * self.tile_m * self.d * dtype.width // 8  # bytes of other heads' queries
+        rings = [
+            ring(smem, dtype, layout, count, self.consumers, more)
+            for layout, count, more in zip(layouts, stages, (others, 0, 0))
+        ]
         pipeline_init_arrive(cute.make_layout((1, 1, 1)), is_relaxed=True)
         pipeline_init_wait(cute.make_layout((1, 1, 1)))
         wait_for_previous(True)
@@ -156,12 +161,14 @@ class AttentionFwd(ForwardKernel):
             if index_of(step) < self._count(sizes):
                 tile, own = self._tile(index_of(step), sizes)
                 (of_q, of_k), kv_head = own.rows, tile.head // sizes.heads_per_kv
-                tQsQ, tQgQ = partition(q, (self.tile_m, self.d), (tile.block, 0, tile.head, tile.batch), of_q)
                 tKsK, tKgK = partition(k, (self.tile_n, self.d), (None, 0, kv_head, tile.batch), of_k)
                 tVsV, tVgV = partition(v, (self.dv, self.tile_n), (0, None, kv_head, tile.batch), of_k, 1)
                 first, last = self._keys_of(tile, own)
                 ring_q.producer_acquire(q_slot)
-                cute.copy(q.tma, tQgQ, tQsQ[None, 0], tma_bar_ptr=ring_q.producer_get_barrier(q_slot))
+                for i in cutlass.range_constexpr(self.heads):
+                    at = tile.block, 0, tile.head + i, tile.batch
+                    tQsQ, tQgQ = partition(q, (self.tile_m, self.d), at, of_q)
+                    cute.copy(q.tma, tQgQ, tQsQ[None, i], tma_bar_ptr=ring_q.producer_get_barrier(q_slot))
                 q_slot.advance()
                 for i in cutlass.range(last - first + 1, unroll=1):
                     keys = last - i
@@ -184,8 +191,12 @@ class AttentionFwd(ForwardKernel):
         (ring_q, ring_k, ring_v), (mma_first, mma_qk, mma_pv), (q, k, v, _) = rings, mmas, moved
         tidx = cute.arch.thread_idx()[0] - WARPGROUP
         group = cute.arch.make_warp_uniform(tidx // WARPGROUP)
+        # Of several heads each warpgroup has one, and the rows of the first warpgroup.
+        of_head = const_expr(self.heads > 1)
+        queries, thread = (group, tidx % WARPGROUP) if of_head else (0, tidx)
         # A warpgroup's descriptors are those of its first thread.
-        first_qk, first_pv = mma_qk.get_slice(group * WARPGROUP), mma_pv.get_slice(group * WARPGROUP)
+        first = 0 if of_head else group * WARPGROUP
+        first_qk, first_pv = mma_qk.get_slice(first), mma_pv.get_slice(first)
         tSrQ = mma_qk.make_fragment_A(first_qk.partition_A(q.s))  # (mma, m, d, 1)
         tSrK = mma_qk.make_fragment_B(first_qk.partition_B(k.s))  # (mma, n, d, stages)
         tOrV = mma_pv.make_fragment_B(first_pv.partition_B(v.s))  # (mma, dv, n, stages)
@@ -206,6 +217,7 @@ class AttentionFwd(ForwardKernel):
         for step in cutlass.range(steps, unroll=1):
             if index_of(step) < self._count(sizes):
                 tile, own = self._tile(index_of(step), sizes)
+                tile = self._of_group(tile, group)
                 own = self.mods.with_reads(tile, own)
                 first, last = self._keys_of(tile, own)
                 rMax.fill(self.softmax.least)
@@ -221,7 +233,7 @@ class AttentionFwd(ForwardKernel):
                 if last >= first:
                     self._begin_turn(group)
                     ring_k.consumer_wait(slot)
-                    multiply(*score, (0, slot.index))
+                    multiply(*score, (queries, slot.index))
                     self._end_turn(group)
                     warpgroup.wait_group(0)
                     there = self._there(ring_k, slot)
@@ -229,7 +241,7 @@ class AttentionFwd(ForwardKernel):
                     slot.advance()
                     self._release_queries(ring_q, q_slot, last == first)
                     seen = self.tiles.look(self.tiles.nothing_seen(), tile, own, (tile.block, last))
-                    at = tile, own._replace(seen=seen), (tidx, group), there
+                    at = tile, own._replace(seen=seen), (thread, group), there
                     self._weigh(rS, at, last, (rMax, rSum), True)
                     late.fill(1.0)
                     store_packed(rS, rP)
@@ -240,7 +252,7 @@ class AttentionFwd(ForwardKernel):
                         if self._is_loaded(tile, looked, keys):
                             self._begin_turn(group)
                             ring_k.consumer_wait(slot)
-                            multiply(*score, (0, slot.index))
+                            multiply(*score, (queries, slot.index))
                             self._rescale_late(rO, late)
                             ring_v.consumer_wait(before)
                             multiply_weights(*value, before.index)
@@ -250,7 +262,7 @@ class AttentionFwd(ForwardKernel):
                             ring_k.consumer_release(slot)
                             slot.advance()
                             self._release_queries(ring_q, q_slot, keys == first)
-                            at = tile, looked, (tidx, group), there
+                            at = tile, looked, (thread, group), there
                             factors = self._weigh(rS, at, keys, (rMax, rSum), False)
                             # ptxas would move the wait ahead of the exponentials, but not over a branch on their sums.
                             if rSum[0] + rSum[1] < 0.0:
@@ -282,6 +294,10 @@ class AttentionFwd(ForwardKernel):
         if group == 0:
             self._begin_turn(group)  # the last warpgroup's last end of a turn
         cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    def _of_group(self, tile, group):
+        """A warpgroup's own tile: of several heads that share a block it has one."""
+        return tile if self.heads == 1 else tile._replace(head=tile.head + group)
 
     @cute.jit
     def _left_out(self, tile: cutlass.Constexpr, sizes: cutlass.Constexpr, group, ends: cutlass.Constexpr):
@@ -402,7 +418,7 @@ class AttentionFwd(ForwardKernel):
         sink = None if const_expr(mSinks is None) else Float32(mSinks[tile.head])
         lse, factors = self.softmax.finish(rMax, rSum, sink)
         for r in cutlass.range_constexpr(2):
-            row = tile.block * self.tile_m + first_row(tidx) + 8 * r
+            row = tile.block * self.tile_m + first_row(tidx % WARPGROUP if self.heads > 1 else tidx) + 8 * r
             if (lane % 4 == 0) & (row < sizes.seqlen_q):
                 mLse[sizes.of_query(tile, row)] = lse[r]
         self._of_values(factors, at)
@@ -419,5 +435,6 @@ class AttentionFwd(ForwardKernel):
         cute.arch.barrier(barrier_id=OWN + group, number_of_threads=WARPGROUP)
         if cute.arch.make_warp_uniform(tidx // 32) % 4 == 0:
             tOsO, tOgO = partition(out, (MMA_M, self.dv), (None, 0, tile.head, tile.batch), sizes.rows[0])
-            cute.copy(out.tma, tOsO[None, group], tOgO[None, tile.block * self.consumers + group])
+            number = tile.block if const_expr(self.heads > 1) else tile.block * self.consumers + group
+            cute.copy(out.tma, tOsO[None, group], tOgO[None, number])
             cute.arch.cp_async_bulk_commit_group()

@@ -65,7 +65,9 @@ ONE_PASS_BY_WARPS = ((8, 64, 2), (8, 32, 1))
 WARPS, MOST_STAGES, FEWEST_STAGES = 4, 6, 3
 # Warps of the only CTA of an SM, the least keys of its part, and what waves of them fill of all SMs.
 WIDE, WIDE_KEYS, FILLED = 8, 4096, 0.96
-PAIR = 2  # parts that a cluster of CTAs combines
+PAIR = 2  # parts that a cluster of CTAs combines; heads that share a block of queries
+# Queries of such heads, unless they have documents: of more, blocks of 64 see as much as blocks of 128.
+LONGEST_OF_PAIRS = 4096
 # Of those that share keys, without pages and with them. 64 x 8192, 64 heads over 8, four queries: 302 and 324 us with
 # six of them, 308 and 305 with seven.
 SHARING = (6, 7)
@@ -101,8 +103,39 @@ def attention(own: mods.Own, problem: Problem) -> AttentionConfig:
     """A tile of as many keys as registers and shared memory hold."""
     if by_warpgroups(problem.arch):
         tile_n, consumers = _of_size(KEYS, problem)
-        return AttentionConfig(tile_n, problem.sm_count, consumers, **_changes(own, problem))
+        heads = _heads_of_block(own, problem, tile_n, consumers)
+        return AttentionConfig(tile_n, problem.sm_count, consumers, heads=heads, **_changes(own, problem))
     return _attention_by_warps(own, problem)
+
+
+def _heads_of_block(own: mods.Own, problem: Problem, tile_n: int, consumers: int) -> int:
+    """Two where a CTA has 64 queries of each of two heads that share keys, instead of 128 of one, which see fewer tiles
+    of keys together: those of documents, and of short sequences, where at least 15% fewer. With 6% fewer, 16 x 1024
+    causal with heads of 256, they take 4% longer.
+    """
+    dims, attrs = problem.dims, problem.attrs
+    right = 0 if attrs["causal"] else attrs["right"]
+    mask = mods.mask_of(attrs["left"], right, own.mask)
+    if consumers != PAIR or dims["r"] % PAIR or (mask and (mods.computes_with_head(mask) or mods.reads_by_head(mask))):
+        return 1
+    if mask and any(ranged(mask)):
+        return PAIR
+    if _is_packed(problem) or dims["s"] > LONGEST_OF_PAIRS:
+        return 1
+    few, many = (_tiles_of_keys(problem, rows, tile_n) for rows in (MMA_M, PAIR * MMA_M))
+    return PAIR if 20 * few <= 17 * PAIR * many else 1
+
+
+def _tiles_of_keys(problem: Problem, rows: int, tile_n: int) -> int:
+    """Tiles that blocks of so many queries of one head go through, by a causal mask or a window."""
+    attrs, found = problem.attrs, 0
+    s, t, left, right = *(problem.dims[name] for name in "st"), attrs["left"], attrs["right"]
+    for first in range(t - s, t, rows):
+        last = min(first + rows, t) - 1
+        high = t - 1 if right < 0 and not attrs["causal"] else last + (0 if attrs["causal"] else right)
+        low = max(first - left, 0) if left >= 0 else 0
+        found += max(min(high, t - 1) // tile_n - low // tile_n + 1, 0) if high >= 0 else 0
+    return found
 
 
 def attention_cached(own: mods.Own, problem: Problem) -> AttentionConfig:

@@ -216,6 +216,11 @@ def reads_by_head(mask: Mod) -> bool:
     return any(HEAD in operands_of(read.place, i) for read in mask.reads if read.place for i in read.place.outputs)
 
 
+def computes_with_head(mask: Mod) -> bool:
+    """Whether a mask computes with the number of the head."""
+    return any(HEAD in operands_of(mask.expression, i) for i in mask.expression.outputs)
+
+
 def _role(node: Node, base: int) -> str:
     """The meaning of an index: ``*m`` the number of the batch, ``g*r`` that of the head, else empty."""
     if node.primitive != "operand":
