@@ -28,7 +28,7 @@ class AttentionCachedSm90(Cached, AttentionFwd):
     is converted on its way; scores, and sums of values, are multiplied by a head's scales.
     """
 
-    ring_of_caches = CopyRing
+    ring_of_caches, may_draw = CopyRing, False
 
     def __init__(self, variant):
         super().__init__(variant)
@@ -87,7 +87,7 @@ class AttentionCachedSm90(Cached, AttentionFwd):
         pipeline_init_wait(cute.make_layout((1, 1, 1)))
         cute.arch.barrier()
         wait_for_previous(True)
-        rings = ring_q, *copied
+        rings = ring_q, *copied, None
 
         if warp < WARPGROUP // 32:
             cute.arch.setmaxregister_decrease(self.registers.load)
@@ -104,7 +104,7 @@ class AttentionCachedSm90(Cached, AttentionFwd):
         self, rings: cutlass.Constexpr, held: cutlass.Constexpr, caches: cutlass.Constexpr, sizes: cutlass.Constexpr
     ):  # fmt: skip
         """Load the queries of each block, then the keys and the values of its tiles."""
-        (ring_q, *of_caches), (q, k, v, _), (mK, mV, mTable, boxes) = rings, held, caches
+        (ring_q, *of_caches, _), (q, k, v, _), (mK, mV, mTable, boxes) = rings, held, caches
         loads = CacheLoads(self.tile_n, mTable)
         warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
         q_slot = make_pipeline_state(PipelineUserType.Producer, 1)

@@ -20,7 +20,7 @@ from cute_ops.kernels.attention.products import (
 )
 from cute_ops.kernels.attention.ranges import Ranges
 from cute_ops.kernels.attention.registers import by_row, store_packed
-from cute_ops.kernels.attention.tensors import Moved, by_sequence, partition, ring, slots, view
+from cute_ops.kernels.attention.tensors import Moved, address_of, by_sequence, partition, ring, slots, view
 from cute_ops.kernels.attention.tiles import (
     BARRIER_BYTES,
     REGISTERS,
@@ -44,10 +44,11 @@ LONG = 128  # elements of values; sums of more are rescaled before the next prod
 class AttentionFwd(ForwardKernel):
     """``out = softmax(score_mod(scale * q @ k.T), where mask) @ v`` and the log-sum-exp of each row of scores.
 
-    Tile: a CTA has 128 queries of one head, 64 for each of two warpgroups, and goes through the keys in tiles of
-    ``tile_n``, from the last to the first. One warp of a third warpgroup loads queries, and keys and values into rings
-    of two stages. A warpgroup issues the scores of a tile and the weighted values of the one before together, and
-    exponentiates while these are summed up. The warpgroups take turns: one multiplies while the other exponentiates.
+    Tile: a CTA has 128 queries of one head, or 64 of each of two, 64 for each of two warpgroups, and goes through the
+    keys in tiles of ``tile_n``, from the last to the first. One warp of a third warpgroup loads queries, and keys and
+    values into rings of two stages. A warpgroup issues the scores of a tile and the weighted values of the one before
+    together, and exponentiates while these are summed up. The warpgroups take turns: one multiplies while the other
+    exponentiates.
     Tiles that the mask leaves out are skipped, and only those that it crosses are masked. A CTA goes from one block of
     queries to another, those with most keys first.
     Shared memory: ``128 x d`` queries, two stages of ``tile_n x (d + dv)`` keys and values, ``128 x dv`` outputs, which
@@ -55,7 +56,7 @@ class AttentionFwd(ForwardKernel):
     Bytes moved per element: q and out once; k and v once as long as the heads walked together find them in L2.
     """
 
-    stages = 2
+    stages, may_draw = 2, True
 
     def __init__(self, variant):
         super().__init__(variant)
@@ -66,6 +67,9 @@ class AttentionFwd(ForwardKernel):
         used = 2 * rows * (self.d + self.dv) + BARRIER_BYTES
         self.shares_memory = used > SHARED_BYTES  # outputs with queries
         self.releases_early = not self.shares_memory
+        # Whether a CTA draws its next block when it is free: the work of blocks is not known before. Blocks of long
+        # heads have a CTA each.
+        self.draws = self.may_draw and bool(self.mods.by_query) and not self.is_long
         # Whether warpgroups may have fewer tiles than their block: some of those at its ends.
         self.narrows = self.mods.is_interval and self.tile_m > self.tile_n
 
@@ -132,6 +136,7 @@ class AttentionFwd(ForwardKernel):
             ring(smem, dtype, layout, count, self.consumers, more)
             for layout, count, more in zip(layouts, stages, (others, 0, 0))
         ]
+        rings.append(smem.allocate_tensor(Int32, cute.make_layout(2)) if const_expr(self.draws) else None)
         pipeline_init_arrive(cute.make_layout((1, 1, 1)), is_relaxed=True)
         pipeline_init_wait(cute.make_layout((1, 1, 1)))
         wait_for_previous(True)
@@ -152,18 +157,26 @@ class AttentionFwd(ForwardKernel):
     @cute.jit
     def _load(self, rings: cutlass.Constexpr, moved: cutlass.Constexpr, sizes: cutlass.Constexpr):
         """Load the queries of each block, then the keys and the values of its tiles."""
-        ring_q, ring_k, ring_v = rings
+        ring_q, ring_k, ring_v, drawn = rings
         q, k, v, _ = moved
         q_slot = make_pipeline_state(PipelineUserType.Producer, 1)
         slot = make_pipeline_state(PipelineUserType.Producer, self.stages)
         steps, index_of = self._steps(sizes)
-        for step in cutlass.range(steps, unroll=1):
-            if index_of(step) < self._count(sizes):
-                tile, own = self._tile(index_of(step), sizes)
+        step, count = Int32(0), self._count(sizes)
+        while step < steps:
+            index = place = self._draw(sizes) if const_expr(self.draws) else index_of(step)
+            if const_expr(self.draws):
+                # Behind the last block its queries are loaded again: consumers wait for them, and see that it was last.
+                place = cutlass.min(index, count - 1)
+            if place < count:
+                tile, own = self._tile(place, sizes)
                 (of_q, of_k), kv_head = own.rows, tile.head // sizes.heads_per_kv
                 tKsK, tKgK = partition(k, (self.tile_n, self.d), (None, 0, kv_head, tile.batch), of_k)
                 tVsV, tVgV = partition(v, (self.dv, self.tile_n), (0, None, kv_head, tile.batch), of_k, 1)
                 first, last = self._keys_of(tile, own)
+                if const_expr(self.draws):
+                    last = cutlass.select_(index < count, last, first - 1)
+                    drawn[step % 2] = index
                 ring_q.producer_acquire(q_slot)
                 for i in cutlass.range_constexpr(self.heads):
                     at = tile.block, 0, tile.head + i, tile.batch
@@ -178,8 +191,30 @@ class AttentionFwd(ForwardKernel):
                             full = each.producer_get_barrier(slot)
                             cute.copy(tma, tXgX[None, keys], tXsX[None, slot.index], tma_bar_ptr=full)
                         slot.advance()
+            step += 1
+            steps = self._steps_known(step, steps, index < count)
         let_next_start(True)
         ring_v.producer_tail(slot)
+
+    @cute.jit
+    def _draw(self, sizes: cutlass.Constexpr):
+        """The index of the next block that no CTA has drawn; no less than their count where none is left."""
+        index, mTable = Int32(0), sizes.ranges[0]
+        if cute.arch.lane_idx() == 0:
+            address = address_of(mTable, (2 * len(self.mods.by_query), 0, 0, 0))
+            number = cute.make_ptr(Int32, address, cute.AddressSpace.gmem, assumed_align=4)
+            index = cute.arch.atomic_add(number, Int32(1))
+        return cute.arch.shuffle_sync(index, 0)
+
+    def _drawn(self, queries, drawn, step):
+        """The index of the block that was drawn for a step, as it comes with its queries."""
+        ring_q, q_slot = queries
+        ring_q.consumer_wait(q_slot)
+        return drawn[step % 2]
+
+    def _steps_known(self, step, steps, goes_on):
+        """How many steps there are, as is known before one: where blocks are drawn, one more until none is left."""
+        return step + cutlass.select_(goes_on, Int32(1), Int32(0)) if self.draws else steps
 
     # The warpgroups that multiply ----------------------------------------------------------------------------------
 
@@ -188,7 +223,8 @@ class AttentionFwd(ForwardKernel):
         self, rings: cutlass.Constexpr, mmas: cutlass.Constexpr, moved: cutlass.Constexpr,
         mSinks, mLse, sizes: cutlass.Constexpr,
     ):  # fmt: skip
-        (ring_q, ring_k, ring_v), (mma_first, mma_qk, mma_pv), (q, k, v, _) = rings, mmas, moved
+        (*rings, drawn), (mma_first, mma_qk, mma_pv), (q, k, v, _) = rings, mmas, moved
+        ring_q, ring_k, ring_v = rings
         tidx = cute.arch.thread_idx()[0] - WARPGROUP
         group = cute.arch.make_warp_uniform(tidx // WARPGROUP)
         # Of several heads each warpgroup has one, and the rows of the first warpgroup.
@@ -214,9 +250,11 @@ class AttentionFwd(ForwardKernel):
         if group == self.consumers - 1:
             self._end_turn(group)
         steps, index_of = self._steps(sizes)
-        for step in cutlass.range(steps, unroll=1):
-            if index_of(step) < self._count(sizes):
-                tile, own = self._tile(index_of(step), sizes)
+        step, count = Int32(0), self._count(sizes)
+        while step < steps:
+            index = self._drawn((ring_q, q_slot), drawn, step) if const_expr(self.draws) else index_of(step)
+            if index < count:
+                tile, own = self._tile(index, sizes)
                 tile = self._of_group(tile, group)
                 own = self.mods.with_reads(tile, own)
                 first, last = self._keys_of(tile, own)
@@ -291,6 +329,8 @@ class AttentionFwd(ForwardKernel):
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
                     ring_q.consumer_release(q_slot)
                 q_slot.advance()
+            step += 1
+            steps = self._steps_known(step, steps, index < count)
         if group == 0:
             self._begin_turn(group)  # the last warpgroup's last end of a turn
         cute.arch.cp_async_bulk_wait_group(0, read=True)

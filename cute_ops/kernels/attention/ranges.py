@@ -17,6 +17,7 @@ WARPS = 8
 class Ranges:
     """Fills both tables: ``(2 * reads, batches, heads, tiles)``, of each read the least and then the largest numbers. A
     warp has one tile of one head; the first CTAs have those of queries.
+    Behind the numbers of queries is a count of blocks that CTAs have drawn: none.
     """
 
     def __init__(self, tiles):
@@ -32,6 +33,9 @@ class Ranges:
     def kernel(self, sizes):
         sizes, cta = Sizes(*sizes), cute.arch.block_idx()[0]
         first = ctas_of(sizes, 0)
+        if const_expr(sizes.ranges[0] is not None):
+            if (cta == 0) & (cute.arch.thread_idx()[0] == 0):
+                sizes.ranges[0][2 * len(self.mods.by_query), 0, 0, 0] = Float32(0.0)
         if cta < first:
             self._fill(sizes, 0, cta)
         else:

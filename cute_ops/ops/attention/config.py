@@ -390,14 +390,14 @@ def _tables(own: mods.Own, problem: Problem, tiles: Mapping[str, int]) -> dict[s
 
 def _tables_of(own: mods.Own, problem: Problem, blocks: Mapping[str, tuple[int, int]]) -> dict[str, Array | None]:
     """For each tile of queries and of keys, so many of so many batches, the least and the largest number of each read
-    of the mask.
+    of the mask; then one number, and room.
     """
     attrs, dims = problem.attrs, problem.dims
     mask = mods.mask_of(attrs["left"], 0 if attrs["causal"] else attrs["right"], own.mask)
     heads = dims["g"] * dims["r"] if mask and mods.reads_by_head(mask) else 1
     found: dict[str, Array | None] = {}
     for (name, (batches, tiles)), reads in zip(blocks.items(), ranged(mask) if mask else ([], []), strict=True):
-        found[f"ranges_of_{name}"] = Array((2 * len(reads), batches, heads, tiles), "float32") if reads else None
+        found[f"ranges_of_{name}"] = Array((2 * len(reads) + 1, batches, heads, tiles), "float32") if reads else None
     return found
 
 
