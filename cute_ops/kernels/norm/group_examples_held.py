@@ -63,13 +63,13 @@ class GroupExamplesHeld(GroupExamplesForward):
         sums, stage = shared.sums, i % self.stages
         self.numbers.expect(sums[2], stage)
         rX = [fragment(tensors.x.element_type, self.vec) for _ in range(self.per_thread)]
+        rWeight, rBias = (self._parameter(name, getattr(tensors, name), place) for name in ("weight", "bias"))
         pivot, found = None, [fragment(Float32, self.vec, 0.0) for _ in range(2)]
         for batch in cutlass.range_constexpr(self.batches):
             self._take(tensors, shared, rX, ahead, batch)
             if const_expr(batch == 0):
                 pivot = self.pivots(widen(rX[0]), place)
             self._sum_held(rX, place, found, pivot, batch)
-        rWeight, rBias = (self._parameter(name, getattr(tensors, name), place) for name in ("weight", "bias"))
         mean, rstd = self.combine(tensors, sums, (found, pivot), (place, start), (stage, i // self.stages % 2))
         self._write_held(tensors, rX, place, (mean, rstd, rWeight, rBias))
 

@@ -4,7 +4,7 @@ import operator
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32
 
 from cute_ops.hardware import WARP
 
@@ -51,10 +51,9 @@ class GroupMoments:
         cute.arch.barrier()
         self._of_helpers(sums)
         cute.arch.barrier()
-        self._of_cta(tensors, sums, where, stage)
-        if self.cluster > 1:
-            self.numbers.wait(sums[2], stage, phase)
-            self._of_cluster(tensors, sums, where, stage)
+        self._of_cta(sums, stage)
+        self.numbers.wait(sums[2], stage, phase)
+        self._of_cluster(tensors, sums, where, stage)
         cute.arch.barrier()
         return [self.of_groups(lambda group, which=which: sums[3][group, which], place) for which in range(2)]
 
@@ -101,8 +100,8 @@ class GroupMoments:
         return Int32(cutlass.max(cutlass.min(Int32(self.s) - Int32(rank) * self.span, Int32(self.span)), Int32(0)))
 
     @cute.jit
-    def _of_cta(self, tensors: cutlass.Constexpr, sums: cutlass.Constexpr, where: cutlass.Constexpr, stage):
-        """Tell the cluster of this CTA's groups; without one they are the groups."""
+    def _of_cta(self, sums: cutlass.Constexpr, stage):
+        """Tell the cluster the means of this CTA's groups, and their squared deviations from these."""
         lane, count = cute.arch.lane_idx(), Float32(Int32(self._positions() * self.d))
         inverse = 1.0 / cutlass.max(count, Float32(1.0))
         for group in cutlass.range(
@@ -116,44 +115,34 @@ class GroupMoments:
                 total, squares = total + here, squares + (sums[1][column, helper, 1] + here * off)
             total = cute.arch.warp_reduction(total, operator.add)
             squares = cute.arch.warp_reduction(squares, operator.add)
-            mean, squares = pivot + total * inverse, squares - total * total * inverse
-            if const_expr(self.cluster > 1):
-                self.numbers.send(sums[2], group, mean, stage)
-                self.numbers.send(sums[2], group + self.of_block, squares, stage)
-            else:
-                self._keep(tensors, sums, where, group, (mean, squares))
+            self.numbers.send(sums[2], group, pivot + total * inverse, stage)
+            self.numbers.send(sums[2], group + self.of_block, squares - total * total * inverse, stage)
 
     @cute.jit
-    def _of_cluster(self, tensors: cutlass.Constexpr, sums: cutlass.Constexpr, where: cutlass.Constexpr, stage):
-        lane, sAll = cute.arch.lane_idx(), sums[2][0]
-        rank = cutlass.min(lane, self.cluster - 1)
-        positions = cutlass.max(cutlass.min(self.s - rank * self.span, self.span), 0)
-        count = Float32(Int32(cutlass.select_(lane < self.cluster, Int32(positions) * self.d, Int32(0))))
-        for group in cutlass.range(
-            cute.arch.thread_idx()[0] // WARP, self.of_block, self.threads // WARP, unroll=1
-        ):  # fmt: skip
-            own, squares = sAll[group, rank, stage], sAll[group + self.of_block, rank, stage]
-            mean = cute.arch.warp_reduction(count * own, operator.add) * (1.0 / (self.d * self.s))
-            off = own - mean
-            squares = Float32(cutlass.select_(lane < self.cluster, squares, Float32(0.0))) + count * off * off
-            squares = cute.arch.warp_reduction(squares, operator.add)
-            self._keep(tensors, sums, where, group, (mean, squares))
-
-    @cute.jit
-    def _keep(
-        self, tensors: cutlass.Constexpr, sums: cutlass.Constexpr, where: cutlass.Constexpr, group: Int32,
-        moments: cutlass.Constexpr,
+    def _of_cluster(
+        self, tensors: cutlass.Constexpr, sums: cutlass.Constexpr, where: cutlass.Constexpr, stage
     ):  # fmt: skip
-        """Keep a group's mean and rstd for all threads; the first CTA writes them."""
-        variance = moments[1] * (1.0 / (self.d * self.s))
-        rstd = cute.math.rsqrt(variance + self.variant.attrs["eps"], fastmath=True)
-        if cute.arch.lane_idx() == 0:
-            self._write_group(tensors, sums, where, group, (moments[0], rstd))
+        """Combine what the CTAs told of each group, a group to a thread."""
+        for group in cutlass.range(cute.arch.thread_idx()[0], self.of_block, self.threads, unroll=1):
+            self._keep(tensors, sums, where, group, self._of_group(sums, group, stage))
 
-    def _write_group(self, tensors, sums, where, group, numbers):
+    def _of_group(self, sums, group, stage):
+        """(mean, rstd) of a group."""
+        ranks, each, sAll = range(self.cluster), 1.0 / (self.d * self.s), sums[2][0]
+        counts = [max(min(self.s - rank * self.span, self.span), 0) * self.d for rank in ranks]
+        means, mean, squares = [sAll[group, rank, stage] for rank in ranks], Float32(0.0), Float32(0.0)
+        for own, count in zip(means, counts):
+            mean = mean + own * (count * each)
+        for rank, (own, count) in enumerate(zip(means, counts)):
+            off = own - mean
+            squares = squares + (sAll[group + self.of_block, rank, stage] + off * off * float(count))
+        return mean, cute.math.rsqrt(squares * each + self.variant.attrs["eps"], fastmath=True)
+
+    def _keep(self, tensors, sums, where, group, moments):
+        """Keep a group's mean and rstd for all threads; the first CTA writes them."""
         place, start = where
         index = start // self.d + group
         first = (cute.arch.block_idx()[1] == 0) & (index < self.groups)
-        for which, (name, value) in enumerate(zip(("mean", "rstd"), numbers)):
+        for which, (name, value) in enumerate(zip(("mean", "rstd"), moments)):
             sums[3][group, which] = value
             self.store_if(first, self.row_numbers(getattr(tensors, name), name, place), index, value)
