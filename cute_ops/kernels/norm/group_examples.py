@@ -231,7 +231,8 @@ class GroupExamples:
     ):  # fmt: skip
         sThreads, sHelpers, _ = sums
         tidx = cute.arch.thread_idx()[0]
-        cute.arch.barrier()  # nobody reads the sums before
+        if const_expr(which > 0):
+            cute.arch.barrier()  # nobody reads the sums before
         if tidx < self.across * self.depth:
             for i, rSum in enumerate(found):
                 for j in cutlass.range_constexpr(self.parts):
@@ -257,18 +258,15 @@ class GroupExamples:
 
     @cute.jit
     def of_group(
-        self, sums: cutlass.Constexpr, group: Int32, which: cutlass.Constexpr, start: Int32 = 0,
-        mWeight: cutlass.Constexpr = None,
+        self, sums: cutlass.Constexpr, group: Int32, which: cutlass.Constexpr, sWeight: cutlass.Constexpr = None
     ):  # fmt: skip
         """The sum of a group over this CTA, of channels times their weights; a warp calls it."""
         total = Float32(0.0)
         for j in cutlass.range(cute.arch.lane_idx(), self.of_each * self.helpers, WARP, unroll=1):
             column = group * self.of_each + j % self.of_each
             found = sums[1][column, j // self.of_each, which]
-            if const_expr(mWeight is not None):
-                channel = cutlass.min(start + column, self.c - 1)
-                gW = gmem_elements(mWeight.element_type, mWeight.iterator.toint(), self.c)
-                found = found * gW[channel].to(Float32)
+            if const_expr(sWeight is not None):
+                found = found * sWeight[column]
             total = total + found
         return cute.arch.warp_reduction(total, operator.add)
 
@@ -360,7 +358,7 @@ class GroupExamplesForward(GroupMoments, GroupExamples):
 class GroupExamplesBackward(GroupExamples):
     """Gradients as of :class:`~cute_ops.kernels.norm.group_rows.GroupRowsBackward`.
 
-    Shared memory: with ``keep`` also 16 bytes for each vector of 16-bit dtypes.
+    Shared memory: 4 bytes for each weight; with ``keep`` also 16 for each vector of 16-bit dtypes.
     Bytes moved per element: x, dy and dx once each.
     """
 
@@ -376,6 +374,7 @@ class GroupExamplesBackward(GroupExamples):
         smem = cutlass.utils.SmemAllocator()
         slots, sums, owned = self.slots(smem, tensors), self.allocate(smem), self.channels.allocate(smem)
         kept = KeptVectors.beside(smem, slots[1]) if const_expr(self.config.keep) else None
+        sWeight = self._weights(smem, tensors.weight)
         self.channels.prepare(owned)
         self.numbers.prepare(sums[2])
         place, start = self.place()
@@ -385,6 +384,7 @@ class GroupExamplesBackward(GroupExamples):
         mean, rstd = (self._numbers(getattr(tensors, name), name, place) for name in ("mean", "rstd"))
         scale = rstd if const_expr(weight is None) else [rstd[j] * weight[j] for j in range(self.vec)]
         numbers = mean, rstd, scale, bias
+        self._keep_weights(tensors.weight, sWeight, start)
         self.numbers.ready(sums[2])
         self.channels.ready(owned)
         found = [fragment(Float32, self.vec, 0.0) for _ in range(2)]
@@ -392,7 +392,7 @@ class GroupExamplesBackward(GroupExamples):
         self.add_up(found, sums, place)
         cute.arch.barrier()
         for which in cutlass.range_constexpr(2):
-            self._tell(sums, which, start, tensors.weight)
+            self._tell(sums, which, sWeight)
         self._tell_channels(tensors, sums, owned, start)
         self.numbers.wait(sums[2], 0)
         let_next_start(self.pdl)
@@ -402,13 +402,27 @@ class GroupExamplesBackward(GroupExamples):
         self.channels.wait(owned)
         self._store_sums(tensors, owned, start)
 
+    def _weights(self, smem, mWeight):
+        """Shared memory of the weights of the cluster's channels: a load from elsewhere takes microseconds while all
+        SMs read and write, and all threads would wait for it between their sums and what follows from them.
+        """
+        return (
+            None if mWeight is None else smem.allocate_tensor(Float32, cute.make_layout(self.width), byte_alignment=16)
+        )
+
     @cute.jit
-    def _tell(
-        self, sums: cutlass.Constexpr, which: cutlass.Constexpr, start: Int32, mWeight: cutlass.Constexpr
-    ):  # fmt: skip
+    def _keep_weights(self, mWeight: cutlass.Constexpr, sWeight: cutlass.Constexpr, start: Int32):
+        """Keep the weights, past the last channel that one's; a barrier comes before they are read."""
+        if const_expr(sWeight is not None):
+            gW = gmem_elements(mWeight.element_type, mWeight.iterator.toint(), self.c)
+            for i in cutlass.range(cute.arch.thread_idx()[0], self.width, self.threads, unroll=1):
+                sWeight[i] = gW[cutlass.min(start + i, self.c - 1)].to(Float32)
+
+    @cute.jit
+    def _tell(self, sums: cutlass.Constexpr, which: cutlass.Constexpr, sWeight: cutlass.Constexpr):
         """Tell the cluster the sums of this CTA's groups, of channels times their weights."""
         for group in cutlass.range(cute.arch.thread_idx()[0] // WARP, self.of_block, self.threads // WARP, unroll=1):
-            total = self.of_group(sums, group, which, start, mWeight)
+            total = self.of_group(sums, group, which, sWeight)
             self.numbers.send(sums[2], group + which * self.of_block, total, 0)
 
     def _means(self, sums, place, which):
@@ -490,11 +504,22 @@ class GroupExamplesBackward(GroupExamples):
         numbers: cutlass.Constexpr, pulls: cutlass.Constexpr,
     ):  # fmt: skip
         (mean, rstd, scale, _), each = numbers, range(self.vec)
-        pull, push = ([of_group[j] * rstd[j] for j in each] for of_group in pulls)
+        push, pull = self._terms(mean, rstd, pulls, tensors.x.element_type)
         for k in cutlass.range(place.count, unroll=2):
             x = self.read(tensors, slots, place, k)
             apart, rOut = [x[j] - mean[j] for j in each], fragment(Float32, self.vec)
             slopes = self._slopes(tensors, slots, kept, place, numbers, apart, k)
+            off = apart if const_expr(tensors.x.element_type.width > 16) else [x[j] for j in each]
             for j in cutlass.range_constexpr(self.vec):
-                rOut[j] = slopes[j] * scale[j] - push[j] - apart[j] * rstd[j] * pull[j]
+                rOut[j] = slopes[j] * scale[j] - push[j] - off[j] * pull[j]
             self.write(tensors.dx, "dx", place, k, rOut)
+
+    def _terms(self, mean, rstd, pulls, dtype):
+        """What the gradient loses: a number, and one times x less the mean; times x itself for 16-bit inputs, as in
+        :meth:`GroupExamplesForward.terms`.
+        """
+        pull, push = ([of_group[j] * rstd[j] for j in range(self.vec)] for of_group in pulls)
+        pull = [p * r for p, r in zip(pull, rstd)]
+        if dtype.width > 16:
+            return push, pull
+        return [push[j] - mean[j] * pull[j] for j in range(self.vec)], pull
