@@ -22,8 +22,9 @@ AHEAD_APART, AHEAD_APART_BACKWARD = 6, 4
 # Short spans: most of their rows are on their way at once, CTAs are so many that those of an SM end one after another,
 # and the rows before a span, which are loaded twice, come from L2, since it is soon over. 3 x 2048 x 5216 in float32
 # runs at 0.92 of a copy's rate, by spans of 48 rows at 0.85; 97 x 1024 x 920 in float16 at 0.91, by those at 0.84, by
-# 12 rows at 0.87. Of rows that start anywhere 8 x 4096 x 2049 runs at 0.61, by 12 rows at 0.53.
-SPAN, SPAN_APART = 18, 24
+# 12 rows at 0.87. Rows that start anywhere: 3 x 2048 x 6843 in float32 runs by 12 rows at 0.85, by 24 at 0.80; of
+# 16-bit elements 4 x 4096 x 5217 by 48 at 0.65, by 24 at 0.61, and 8 x 4096 x 2049 by both at 0.61, by 12 at 0.53.
+SPAN, SPAN_APART, SPAN_APART_WIDE = 18, 48, 12
 # CTAs of an SM: 80 registers of a thread, in the gradient 168.
 RESIDENT, RESIDENT_BACKWARD, RESIDENT_BACKWARD_WIDE = 6, 3, 2
 
@@ -31,7 +32,10 @@ RESIDENT, RESIDENT_BACKWARD, RESIDENT_BACKWARD_WIDE = 6, 3, 2
 def forward(problem: Problem) -> ConvConfig:
     found = ConvConfig(THREADS, CHANNELS, AHEAD, RESIDENT, problem.sm_count, SPAN)
     apart = found.apart(problem.n, _start(problem))
-    return replace(found, ahead=AHEAD_APART, span=SPAN_APART) if apart else found
+    if not apart:
+        return found
+    span = SPAN_APART if ITEMSIZE[problem.dtypes["x"]] < 4 else SPAN_APART_WIDE
+    return replace(found, ahead=AHEAD_APART, span=span)
 
 
 def backward(problem: Problem) -> ConvConfig:
