@@ -42,6 +42,7 @@ from cute_ops.fusion.sinks import Column, Sink, softmax_with_sink, with_column
 HALVES = ("bfloat16", "float16")  # other dtypes have no kernel
 HEAD_SIZES = range(16, 257, 16)
 MOST_ROWS = 64  # queries of a head of keys, of a step of decoding
+# With the gradient of a bias a step of 8 x 512 tokens and 16 heads takes our op 16 ms on an H200, and XLA 0.5.
 _LEARNED = "an array that its scores are computed from may have a gradient: stop it where none is needed"
 _READ_WEIGHTS = "something else reads its weights"
 _OTHER_DTYPES = "its arrays or its result are not all of one 16-bit dtype"
