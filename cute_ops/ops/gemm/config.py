@@ -15,23 +15,27 @@ from cute_ops.kernels.gemm.config import LEAST_STORED, OPERAND_BYTES, STORE_BYTE
 from cute_ops.kernels.tensor_core.sizes import MMA_M, WARPGROUP
 from cute_ops.ops.batches import batch_of
 
-# Form, rows and columns of a tile: columns by 32, which are stored at once. Larger tiles leave too few registers for
-# most epilogues.
+# Form, rows and columns of a tile: columns by 32, which are stored at once, or NARROW. Larger tiles leave too few
+# registers for most epilogues.
 TILES: tuple[tuple[Form, int, int], ...] = (
     ("pingpong", 128, 192), ("pingpong", 128, 160), ("pingpong", 128, 128), ("pingpong", 128, 96),
-    *(("pingpong", 64, n) for n in (256, 224, 192, 160, 128, 96, 64)),
+    *(("pingpong", 64, n) for n in (256, 224, 192, 160, 144, 128, 112, 96, 80, 64)),
     ("cooperative", 128, 256), ("cooperative", 256, 128), ("cooperative", 128, 224), ("cooperative", 128, 192),
     ("cooperative", 128, 160), ("cooperative", 128, 128), ("cooperative", 256, 96),
 )  # fmt: skip
 # Clusters of four CTAs are for tiles of 64 rows, which load most from L2 for what they multiply.
 CLUSTERS: tuple[tuple[int, int], ...] = ((1, 2), (2, 1), (1, 1), (2, 2), (4, 1))
 # CTAs of a cluster that share the terms of a tile; of these tiles only.
-CLUSTERS_K = (2, 3, 4)
+CLUSTERS_K = (2, 3, 4, 6)
 TILES_K: tuple[tuple[Form, int, int], ...] = (
-    *(("pingpong", 64, n) for n in (64, 96, 128, 192)), *(("cooperative", 128, n) for n in (64, 128)),
+    *(("pingpong", 64, n) for n in (64, 96, 128, 160, 192)), *(("cooperative", 128, n) for n in (64, 128)),
 )  # fmt: skip
-# The tile that is stored by 16 columns where four CTAs share its terms.
-NARROW = "pingpong", 64, 64
+# Columns of the tiles of 64 rows that are stored by 16 columns, and how many CTAs share their terms: 64 x 13824 x 6144
+# takes 44.0 us by 124 CTAs with tiles of 112 columns, and 45.8 by 62 with 224 (H200).
+NARROW = {(80, 1), (112, 1), (144, 1), (160, 2), (64, 2), (64, 4), (96, 6)}
+# Those of few rows keep more than this part of all SMs busy, or at most half where CTAs share terms: of 12 drawn
+# products none then takes longer than before, with 77 of 132 SMs up to a fifth longer (H200).
+MOST_BUSY = 0.9
 EDGES = (8, 16, 32, 64)  # rows of a that are loaded of a tile at the edge
 GPC_SMS = 18  # of a group of SMs at most, in which a cluster must fit; their number is even
 # Stages of the operands at most and at least, and stages of subtiles: fewer of these where the operands would otherwise
@@ -41,9 +45,6 @@ SWIZZLED = 64  # 16-bit elements of a row of 128 bytes in shared memory, which T
 ALIGNMENT = 1024  # bytes: of the first buffer in shared memory
 # Registers of a thread that multiplies, and those of them that hold addresses, coordinates and constants.
 MULTIPLY_REGISTERS, OTHER_REGISTERS = 232, 30
-# Bytes that two SMs beside each other get from memory in a cycle. With it the tiles of 135 drawn products of up to 181
-# rows take 2.5% longer than the fastest ones, without it 5.1%; of 44 others 1.1 and 1.9% (H200).
-PAIR_BYTES = 54
 # What an SM does in a cycle: multiply-adds of 16-bit numbers; bytes of shared memory; bytes from L2; exponentials and
 # reciprocals; other instructions. With this number for L2 and those below, the configs chosen for 24 shapes of models
 # take 0.6% longer than the fastest ones (H200): 0.9% where power slows all of them down alike, 0.2% in the mean of that
@@ -71,9 +72,9 @@ AS_FAST = 1.005
 # 55.5, 18944 x 9216 99 instead of 106, 10240 x 14336 83 instead of 90 (H200). These take up to LONGEST_STORED of the
 # fastest config's time by the model; what takes longer was not measured, and would have tiles of 64 rows.
 STORED_BYTES, LONGEST_STORED = 17, 1.12
-# Cycles until the CTAs of a cluster have each other's sums, bytes of these that they exchange in a cycle; cycles to
-# start another CTA.
-EXCHANGE, EXCHANGE_BYTES, START = 600, 8, 2000
+# Cycles until the CTAs of a cluster have each other's sums, more for each CTA beyond four, bytes that they
+# exchange in a cycle; cycles to start another CTA.
+EXCHANGE, PEER, EXCHANGE_BYTES, START = 600, 250, 8, 2000
 # Rows of an operand that do not begin at lines of L2 take it so much longer, by the bytes that divide their stride: 128
 # of them then lie in two lines, and of strides of 16 bytes in five sectors. Fitted to 116 products (H200).
 LINE, OFF_A_LINE = 128, {16: 1.35, 32: 1.1, 64: 1.1, 128: 1.0}
@@ -106,6 +107,25 @@ class GemmSize(NamedTuple):
     @property
     def multiply_adds(self) -> int:
         return self.batch * self.m * self.n * self.k
+
+
+class Rates(NamedTuple):
+    """What products of few rows, which wait for memory, and others differ in.
+
+    Attributes:
+        l2: bytes that an SM gets from L2 in a cycle.
+        pair: bytes that two SMs beside each other get from memory.
+    """
+
+    l2: int
+    pair: int
+
+
+# With the bytes of pairs the tiles of 135 drawn products of up to 181 rows take 2.5% longer than the fastest ones,
+# without them 5.1%. Few rows are fitted to 457 configs of 45 products: by a fit to other products times are off by 8%
+# (root mean square), by the rates of many rows by 11%, and the chosen configs take 1.5% longer than the fastest ones
+# instead of 5.9% (H200).
+FEW_ROWS, MANY_ROWS = Rates(70, 66), Rates(L2_BYTES, 54)
 
 
 class EpilogueCost(NamedTuple):
@@ -161,7 +181,8 @@ def _configs(arch: str, sm_count: int, cost: EpilogueCost) -> Iterator[GemmConfi
         if columns % (cost.blocks * config.cluster_m) or stored % cost.group:
             continue
         if stored % config.subtile(*cost.outputs, *cost.tiles)[1]:
-            if (config.form, config.tile_m, config.tile_n) != NARROW or stored % LEAST_STORED or cost.tiles:
+            narrow = config.tile_m == MMA_M and (config.tile_n, config.cluster_k) in NARROW
+            if not narrow or stored % LEAST_STORED or cost.tiles:
                 continue
             config = replace(config, store_bytes=LEAST_STORED * min(cost.outputs))
         if cost.registers(config) > MULTIPLY_REGISTERS:
@@ -183,9 +204,11 @@ def _shapes(sm_count: int) -> Iterator[GemmConfig]:
 
 def _at_once(sm_count: int, ctas: int) -> int:
     """Clusters of so many CTAs that run at once: those of three or four leave up to two SMs of each group. So 30 of
-    four ran on the H200 that was measured; on another it may be 29.
+    four ran on the H200 that was measured; on another it may be 29. A group has 16 SMs at least for larger ones.
     """
-    return sm_count // ctas if ctas <= 2 else max((sm_count - 2 * -(-sm_count // GPC_SMS)) // ctas, 1)
+    if ctas <= 4:
+        return sm_count // ctas if ctas <= 2 else max((sm_count - 2 * -(-sm_count // GPC_SMS)) // ctas, 1)
+    return max(sm_count // (GPC_SMS - 2) * ((GPC_SMS - 2) // ctas), 1)
 
 
 def _with_stages(config: GemmConfig, arch: str, cost: EpilogueCost) -> Iterator[GemmConfig]:
@@ -214,7 +237,7 @@ def choose(size: GemmSize, cost: EpilogueCost, arch: str, sm_count: int, by_rows
     Args:
         by_rows: whether a's rows are contiguous: of a tile at the edge fewer can be loaded then.
     """
-    possible = configs(arch, sm_count, cost)
+    possible = tuple(config for config in configs(arch, sm_count, cost) if size.m <= MMA_M or not _for_few_rows(config))
     if by_rows:
         possible = tuple(with_edge(config, size.m) for config in possible)
     stored = size.batch * size.m * size.n * sum(cost.outputs) // (STORED_BYTES * sm_count)
@@ -229,7 +252,8 @@ def choose(size: GemmSize, cost: EpilogueCost, arch: str, sm_count: int, by_rows
 
     usual = fastest(config for config in possible if not _for_one_wave(config))
     # Of 93 drawn products these took 0.87 of the time of the others in one wave, and as long in more waves (H200).
-    alone = fastest(c for c in possible if _for_one_wave(c) and _tiles(c, size, cost) <= c.clusters)
+    least = max(_busy_sms(usual, size, cost) if usual else 0, MOST_BUSY * sm_count)
+    alone = fastest(c for c in possible if _fits_one_wave(c, size, cost, least, sm_count))
     if usual and alone and cycles(alone, size, cost) * ONE_WAVE >= cycles(usual, size, cost):
         return usual
     return alone or usual
@@ -255,6 +279,11 @@ def _without_cluster(chosen: GemmConfig, near: Iterable[GemmConfig]) -> GemmConf
     return next(alone, chosen) if chosen.cluster_n > 1 else chosen
 
 
+def _for_few_rows(config: GemmConfig) -> bool:
+    """Whether a config was measured with one row of tiles alone."""
+    return config.store_bytes < STORE_BYTES and config.tile_n > MMA_M
+
+
 def _for_one_wave(config: GemmConfig) -> bool:
     """Whether a config is taken only where all of its clusters run at once."""
     return config.store_bytes < STORE_BYTES or config.cluster_m * config.cluster_n > 2
@@ -264,6 +293,29 @@ def _tiles(config: GemmConfig, size: GemmSize, cost: EpilogueCost) -> int:
     """The tiles of a product, or clusters' groups of them."""
     rows, columns = config.tile_m * config.cluster_m, config.tile_n // (1 + cost.gate_up) * config.cluster_n
     return size.batch * -(-size.m // rows) * -(-size.n // columns)
+
+
+def _fits_one_wave(config: GemmConfig, size: GemmSize, cost: EpilogueCost, least: float, sm_count: int) -> bool:
+    """Whether a config for one wave computes a product in one. Of few rows, tiles that are stored by few columns gain
+    by keeping most SMs busy, those whose terms CTAs share where they keep few busy.
+    """
+    if not _for_one_wave(config) or _tiles(config, size, cost) > config.clusters:
+        return False
+    busy = _busy_sms(config, size, cost)
+    if not _for_few_rows(config):
+        return True
+    return busy > least if config.cluster_k == 1 else 2 * busy <= sm_count
+
+
+def _ctas(config: GemmConfig, size: GemmSize, cost: EpilogueCost) -> int:
+    """The CTAs that run at once."""
+    return min(_tiles(config, size, cost), config.clusters) * config.ctas
+
+
+def _busy_sms(config: GemmConfig, size: GemmSize, cost: EpilogueCost) -> float:
+    """The CTAs that run at once, in the mean of all waves."""
+    tiles = _tiles(config, size, cost)
+    return tiles / -(-tiles // config.clusters) * config.ctas
 
 
 def with_edge(config: GemmConfig, m: int) -> GemmConfig:
@@ -293,20 +345,23 @@ def slowest_cycles(config: GemmConfig, size: GemmSize, cost: EpilogueCost = PLAI
     """How long those SMs take that have the most to do. Two beside each other share a path to memory: 24 x 11008 x 1024
     took 11.0 us by 69 CTAs with tiles of 160 columns, and 9.2 by 63 with 176.
     """
-    at_once = min(_tiles(config, size, cost), config.clusters) * config.ctas
+    at_once = _ctas(config, size, cost)
     waves = -(-_tiles(config, size, cost) // config.clusters)
     tiles_m = -(-size.m // config.tile_m)
     tiles_n = -(-size.n * (1 + cost.gate_up) // config.tile_n)
     # What several CTAs read comes from L2 for all but one of them.
     rows = config.tile_m / tiles_n + config.tile_n / tiles_m
     terms = size.k / config.cluster_k * waves * (2 if 2 * at_once > config.clusters * config.ctas else 1)
-    return max(sm_cycles(config, size, cost), int(rows * terms * OPERAND_BYTES[0] / PAIR_BYTES))
+    return max(sm_cycles(config, size, cost), int(rows * terms * OPERAND_BYTES[0] / rates_of(size).pair))
 
 
 def cycles_of_few_rows(config: GemmConfig, size: GemmSize, cost: EpilogueCost = PLAIN) -> int:
-    """:func:`cycles` of a product that memory bounds: not all SMs wait for it equally long."""
+    """:func:`cycles` of a product that memory bounds: not all SMs wait for it equally long, and longer for rows that
+    begin off lines.
+    """
     sm_count = config.clusters * config.ctas
-    return int(math.hypot(slowest_cycles(config, size, cost), memory_cycles(size, cost, sm_count)))
+    found = math.hypot(slowest_cycles(config, size, cost), memory_cycles(size, cost, sm_count))
+    return int(found * math.sqrt(size.off_b))
 
 
 def memory_cycles(size: GemmSize, cost: EpilogueCost, sm_count: int) -> int:
@@ -326,20 +381,25 @@ def sm_cycles(config: GemmConfig, size: GemmSize, cost: EpilogueCost = PLAIN) ->
     multiplies, except for the last tile.
     """
     rows, columns, width = config.tile_m, config.tile_n, config.tile_n // (1 + cost.gate_up)
-    tiles = _tiles(config, size, cost)
+    rates, tiles = rates_of(size), _tiles(config, size, cost)
     waves, at_once = -(-tiles // config.clusters), min(tiles, config.clusters)
     steps, row_bytes = -(-size.k // (config.tile_k * config.cluster_k)), config.tile_k * OPERAND_BYTES[0]
     multiply = rows * columns * config.tile_k // MMA
     shared = (rows + columns + rows // MMA_M * (MMA_M + columns)) * row_bytes // SHARED_BYTES
     multiply += max(shared - multiply, 0) // CONTENTION
     step_bytes = (loaded(config, size) + PAST_END * _past_end(config, size, width)) * row_bytes
-    inside = steps * max(multiply, LEAST_STEP, int(step_bytes * at_once) // (config.clusters * L2_BYTES))
+    inside = steps * max(multiply, LEAST_STEP, int(step_bytes * at_once) // (config.clusters * rates.l2))
     after = _after(config, size, cost)
     if config.cluster_k > 1:
-        return waves * (inside + after + EXCHANGE + rows * columns * 4 // EXCHANGE_BYTES) + (waves - 1) * START
+        exchange = EXCHANGE + rows * columns * 4 // EXCHANGE_BYTES + PEER * max(config.cluster_k - 4, 0)
+        return waves * (inside + after + exchange) + (waves - 1) * START
     if config.form == "pingpong":
         return waves * (max(inside, after) + TURN) + after
     return waves * (inside + after + RESUME)
+
+
+def rates_of(size: GemmSize) -> Rates:
+    return FEW_ROWS if size.m <= MMA_M else MANY_ROWS
 
 
 def _after(config: GemmConfig, size: GemmSize, cost: EpilogueCost) -> int:
@@ -422,7 +482,8 @@ def space_of(sizes: tuple[str, str, str], epilogue_cost: Callable[[Problem], Epi
 
 def others(heuristic: GemmConfig, size: GemmSize, cost: EpilogueCost, arch: str, sm_count: int) -> Iterator[GemmConfig]:
     """Other tiles, forms and clusters, and of the heuristic's config other stages and another walk over tiles."""
-    times = {c: slowest_cycles(c, size, cost) for c in configs(arch, sm_count, cost)}
+    possible = (c for c in configs(arch, sm_count, cost) if size.m <= MMA_M or not _for_few_rows(c))
+    times = {c: slowest_cycles(c, size, cost) for c in possible}
     least = min((time for config, time in times.items() if not _for_one_wave(config)), default=math.inf)
     yield from (c for c, time in times.items() if time <= least * (1 if _for_one_wave(c) else NEAR))
     yield from _with_stages(heuristic, arch, cost)
