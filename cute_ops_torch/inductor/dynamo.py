@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -44,6 +45,8 @@ _ATEN = {
     "concat": "cat", "concatenate": "cat", "greater": "gt",
     "less": "lt", "greater_equal": "ge", "less_equal": "le", "not_equal": "ne", "clip": "clamp",
 }  # fmt: skip
+# Tensors that front ends read by their places, and that a program may give by these names.
+_PLACES = {"linear": ("input", "weight", "bias")}
 _PRODUCTS = ("linear", "matmul", "mm", "bmm", "addmm")
 _TAKES_SIZES = frozenset(
     (*VIEWS, *COPIES, "view_as", "reshape_as", "expand", "expand_as", "broadcast_to", "getitem", "narrow")
@@ -219,6 +222,7 @@ class DynamoFront(Front):
         kwargs: Any = node.kwargs
         if kwargs:
             kwargs = dict(zip(kwargs, self._arguments(kwargs.values(), kinds), strict=True))
+            args, kwargs = _by_place(name, args, kwargs)
         if isinstance(value, (tuple, list)) and name in ("chunk", "split", "tensor_split") and len(args):
             return parts(self.graph, args, kwargs, value)
         if not isinstance(value, torch.Tensor) or not args or self._moves(node, value):
@@ -316,6 +320,13 @@ _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 def _specialized(given: Any) -> Any:
     """Arguments with numbers in place of symbols, which are guarded."""
     return torch.utils._pytree.tree_map_only(_SYMBOLS, guard_scalar, given)
+
+
+def _by_place(name: str, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The arguments of a call whose first ones were given by their names, ``linear(input=x, weight=w)``."""
+    names = [*takewhile(kwargs.__contains__, _PLACES.get(name, ())[len(args) :])]
+    rest = {key: value for key, value in kwargs.items() if key not in names}
+    return (*args, *(kwargs[key] for key in names)), rest
 
 
 def _in_one_dtype(graph: Graph, name: str, args: Sequence[Any], dtype: str) -> list[Any]:

@@ -996,3 +996,19 @@ def test_a_detached_result_whose_operands_are_trained_otherwise_stays_in_an_op()
     for got, want in zip(compiled(x, y, weight), function(x, y, weight), strict=True):
         torch.testing.assert_close(got, want)
     assert sum(inductor.replaced.values()) == 1
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_products_whose_tensors_are_given_by_name(first: bool) -> None:
+    """As timm's BEiT and Swin give them: such a graph stayed as it was."""
+    x, weight, bias = torch.randn(3, 16), torch.randn(16, 16), torch.randn(16)
+
+    def function(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        product = F.linear(input=x, weight=weight, bias=bias) if first else F.linear(x, weight=weight, bias=bias)
+        return F.gelu(product)
+
+    want = function(x, weight, bias)
+    torch._dynamo.reset()
+    with enabled():
+        torch.testing.assert_close(torch.compile(function, backend=only_the_pass)(x, weight, bias), want)
+        assert [entry.becomes for entry in inductor.report()] == ["linear"]
