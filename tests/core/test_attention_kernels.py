@@ -532,6 +532,15 @@ def test_which_short_heads_have_tall_tiles() -> None:
         assert AttentionBackwardConfig.of(found.variant.config).tile_q == (128 if tall and not cap else 64), cap
 
 
+def _from_segments(xp: Any, batch: Any, head: Any, q: Any, k: Any) -> Any:
+    """Keys up to a query, of its 64 and of its 500: that a tile is of one 500 does not say that it is of one 64."""
+    return (k <= q) & (q < xp.floor(k / 64) * 64 + 64) & (xp.floor(q / 500) == xp.floor(k / 500))
+
+
+def _every_fourth(xp: Any, batch: Any, head: Any, q: Any, k: Any) -> Any:
+    return (k < 100) & ((q - k) % 4 == 0)
+
+
 @pytest.mark.drawn(0.2, among="emulated attention")
 @pytest.mark.slow
 @products.emulated
@@ -551,6 +560,15 @@ def test_gradients_in_turns(number: int, tmp_path: Path) -> None:
 def test_gradients_in_one_pass_with_functions_that_read_arrays(number: int, tmp_path: Path) -> None:
     call, functions = modded(number % 3)
     _check_one_pass(call._replace(d=192, e=192) if number == 3 else call, functions, tmp_path)
+
+
+@pytest.mark.slow
+@products.emulated
+@pytest.mark.parametrize("mask", [_from_segments, _every_fourth])
+def test_gradients_of_wide_heads_know_the_rest_of_their_rows(mask: Any, tmp_path: Path) -> None:
+    """Of masks that say of queries, their rows, what they do not say of keys."""
+    call = Call(1, 128, 128, 1, 1, 192, 192, "bfloat16", {}, False, False)
+    _check_one_pass(call, Functions(mask=mask), tmp_path)
 
 
 @pytest.mark.parametrize(

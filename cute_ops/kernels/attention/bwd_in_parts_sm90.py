@@ -106,7 +106,7 @@ class OnePassInParts(OnePassBackward):
         multiply(*products.cotangents, rP, (0, slot.index))
         place = self._place(tidx, tile, queries, sizes)
         whole = self.tiles.whole(tile, sizes, queries, tile.block)
-        rest = self.tiles.rest_of(tile, sizes, queries, tile.block, down=True)
+        rest = self.tiles.rest_of(tile, sizes, queries, tile.block)
         of_column = self._numbers(lse, slot, tidx)
         self._multiply_weights(products.dv, (rS, rWeights, rDv), slot, (place, whole, rest), of_column)
         of_column = self._numbers(delta, slot, tidx)

@@ -98,14 +98,15 @@ class KeysBackward:
     Bytes moved per element: k, v, dk and dv once; q and dout once as long as the heads walked together find them in L2.
     """
 
-    tile_k, consumers = 128, 2
+    tile_k, consumers, keys_down = 128, 2, True
 
     def __init__(self, config, d, dv, mods, scale, parts="kv"):
         """``parts``: ``k``, ``v`` or both: where heads are long, registers hold the sums of one of them."""
         self.of_k, self.of_v = "k" in parts, "v" in parts
         self.d, self.dv, self.tile_q, self.stages = d, dv, config.tile_q, config.query_stages
         self.mods, self.scale = mods, scale
-        self.weights, self.tiles = Weights(mods, scale), Tiles(self.tile_q, self.tile_k, mods, True)
+        self.weights = Weights(mods, scale)
+        self.tiles = Tiles(self.tile_q, self.tile_k, mods, True, self.keys_down)
 
     @cute.jit
     def launch(
@@ -329,7 +330,7 @@ class KeysBackward:
         (mma_dv, tVrO), (mma_dk, tKrQ) = consumer.products.dv, consumer.products.dk
         whole = self.tiles.whole(tile, sizes, queries, tile.block)
         logs = [self.weights.of_lse(*each) for each in lse]
-        rest = self.tiles.rest_of(tile, sizes, queries, tile.block, down=True)
+        rest = self.tiles.rest_of(tile, sizes, queries, tile.block)
         self.weights.of_scores(rS, rWeights if self.of_v else None, place, lambda r, c: logs[c], whole, rest)
         if self.of_v:
             multiply_weights(mma_dv, rWeights, tVrO, rDv, slot.index)

@@ -67,7 +67,7 @@ class LongSequencesBackward(TwoShares):
         multiply(*products.cotangents, rP, (0, slot.index))
         warpgroup.wait_group(1)
         whole = self.tiles.whole(tile, sizes, queries, tile.block)
-        rest = self.tiles.rest_of(tile, sizes, queries, tile.block, down=True)
+        rest = self.tiles.rest_of(tile, sizes, queries, tile.block)
         self.weights.of_scores(rS, rWeights, place, of_column, whole, rest)
         of_column = self._numbers(delta, slot, tidx)
         warpgroup.wait_group(0)

@@ -333,7 +333,7 @@ class OnePassBackward(SumsOfTiles, KeysBackward):
         (tile, queries), (place, lse), (rS, rP, rWeights, rDs, rDk, rDv, rDq) = at, begun, consumer.registers
         (mma_dv, tVrO), (mma_dk, tKrQ) = consumer.products.dv, consumer.products.dk
         whole = self.tiles.whole(tile, sizes, queries, tile.block)
-        rest = self.tiles.rest_of(tile, sizes, queries, tile.block, down=True)
+        rest = self.tiles.rest_of(tile, sizes, queries, tile.block)
         self.weights.of_scores(rS, rWeights, place, lse, whole, rest)
         multiply_weights(mma_dv, rWeights, tVrO, rDv, slot.index)
         delta = self._numbers(consumer.rows[1], slot, consumer.tidx)

@@ -101,7 +101,7 @@ class TallOnePass(TwoShares):
         """The place of a tile's scores, and what :meth:`Weights.hide` returns."""
         place, (tile, queries) = self._place(consumer.tidx, *at, sizes), at
         whole = self.tiles.whole(tile, sizes, queries, tile.block)
-        rest = self.tiles.rest_of(tile, sizes, queries, tile.block, down=True)
+        rest = self.tiles.rest_of(tile, sizes, queries, tile.block)
         return place, self.weights.hide(consumer.registers.rS, place, whole, rest)
 
     def _put_ds(self, consumer, slot):

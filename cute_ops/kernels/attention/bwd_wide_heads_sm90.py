@@ -35,6 +35,7 @@ class WideHeadsBackward(OnePassInParts):
 
     tile_k, reads_early, adds_first, stages_of_cotangents = 96, False, True, 1
     tiles_of_ds = 2  # weights, and ds
+    keys_down = False
 
     @property
     def own_keys(self):

@@ -196,9 +196,12 @@ def offsets_of(given, packed):
 class Tiles:
     """Tiles of ``tile_q`` queries and ``tile_k`` keys, and what a mask leaves of them."""
 
-    def __init__(self, tile_q, tile_k, mods, looks_down=False):
-        """``looks_down``: whether a kernel goes through the tiles of queries of a block of keys."""
+    def __init__(self, tile_q, tile_k, mods, looks_down=False, keys_down=None):
+        """``looks_down``: whether a kernel goes through the tiles of queries of a block of keys; ``keys_down``:
+        whether a thread's rows of scores are keys, as they are by default where it looks down.
+        """
         self.tile_q, self.tile_k, self.mods, self.looks_down = tile_q, tile_k, mods, looks_down
+        self.keys_down = looks_down if keys_down is None else keys_down
 
     def walk(self, index, blocks, heads, together):
         """The block, the head and the batch's head of an index: ``together`` heads first, whose operands fit into L2,
@@ -349,17 +352,22 @@ class Tiles:
             return inside & self.bounds_of_rows(tile, sizes, rows, keys)[0]
         return inside & self.bounds(tile, sizes, queries, keys)[0]
 
-    def rest_of(self, tile, sizes, queries, keys, down=False):
+    @property
+    def has_rest(self):
+        """See :meth:`Mods.has_rest`."""
+        return self.mods.has_rest(self.keys_down)
+
+    def rest_of(self, tile, sizes, queries, keys):
         """A function for the :meth:`bounds` of the rest of a mask, of a tile, or of the row that it is given; None
-        without one. ``down``: whether rows are keys: see :meth:`Mods.has_rest`.
+        without one.
         """
-        if not self.mods.has_rest(down):
+        if not self.has_rest:
             return None
 
         def rest(row=None):
             if row is None and sizes.seen:
                 return _bit_of(sizes.seen[3], queries if self.looks_down else keys), None
-            return self.bounds(tile, sizes, queries, keys, down, row)
+            return self.bounds(tile, sizes, queries, keys, self.keys_down, row)
 
         return rest
 
@@ -367,7 +375,7 @@ class Tiles:
         """What :meth:`look` is given first: nothing where it does not keep what bounds say, as they read nothing."""
         if self.mods.mask is None or self.mods.is_interval:
             return []
-        return [Int32(-1)] + [Int32(0)] * (2 + self.mods.has_rest(self.looks_down))
+        return [Int32(-1)] + [Int32(0)] * (2 + self.has_rest)
 
     @cute.jit
     def look(self, seen, tile: cutlass.Constexpr, sizes: cutlass.Constexpr, at: cutlass.Constexpr):
@@ -392,8 +400,8 @@ class Tiles:
         at[axis] = cutlass.min(number * WARP + cute.arch.lane_idx(), cute.ceil_div(length, size) - 1)
         every, some = self.bounds(tile, sizes, *at)
         found = [some, every & ((at[1] + 1) * self.tile_k <= sizes.seqlen_k)]
-        if self.mods.has_rest(self.looks_down):
-            found.append(self.bounds(tile, sizes, *at, self.looks_down)[0])
+        if self.has_rest:
+            found.append(self.bounds(tile, sizes, *at, self.keys_down)[0])
         return [number] + [Int32(cute.arch.vote_ballot_sync(each)) for each in found]
 
     def keys_of(self, tile, sizes):
