@@ -16,7 +16,8 @@ from cute_ops.jit.layout import Memory
 
 # Batch and positions: the number of leading dims matters to kernels, their sizes do not.
 LEAD = (1, ROWS)
-SHORT = 64  # tokens of a short sequence
+# Tokens of sequences: kernels of attention differ by them.
+LENGTHS = (64, ROWS, 2 * ROWS)
 # A product's tile depends on its number of rows; one kernel serves all products with its tile.
 PRODUCT_ROWS = tuple(2**k for k in range(7, 18))
 # The gated product of each activation, and its attributes.
@@ -268,20 +269,20 @@ def _attention(config: Mapping[str, Any], dtype: str, train: bool) -> Iterator[C
     sinks = {"sinks": Array((heads,), dtype)} if config.get("model_type") == "gpt_oss" else {}
     lefts = (-1, window - 1) if window and config.get("use_sliding_window", True) else (-1,)
     for options in ({**attrs, "left": left} for left in lefts):
-        if train:  # tiles of gradients are of another size where sequences are short
-            for length in (ROWS, SHORT):
+        if train:
+            for length in LENGTHS:
                 yield from _attention_in_training(_qkv(heads, keys, size, length, dtype), sinks, options)
         else:
-            cached = dict.fromkeys(("k", "v"), Memory((keys * ROWS * size, size, ROWS * size, 1)))
-            for length, memory in product((ROWS, SHORT), ({}, cached)):  # short ones have blocks of two heads
+            room = LENGTHS[-1] * size
+            cached = dict.fromkeys(("k", "v"), Memory((keys * room, size, room, 1)))
+            for length, memory in product(LENGTHS, ({}, cached)):
                 yield Call("attention", {**_qkv(heads, keys, size, length, dtype), **sinks}, memory, options)
 
 
 def _qkv(heads: int, keys: int, size: int, length: int, dtype: str) -> dict[str, Array]:
-    """Queries, keys and values of ``ROWS`` tokens, in sequences of ``length``."""
-    return {
-        name: Array((ROWS // length, length, n, size), dtype) for name, n in (("q", heads), ("k", keys), ("v", keys))
-    }
+    """Queries, keys and values of sequences of ``length`` tokens."""
+    batch = LENGTHS[-1] // length
+    return {name: Array((batch, length, n, size), dtype) for name, n in (("q", heads), ("k", keys), ("v", keys))}
 
 
 def _attention_in_training(

@@ -11,6 +11,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -27,6 +28,8 @@ from cute_ops.jit.target import Target, parse
 from cute_ops.ops import OPS
 from cute_ops.ops.gemm.by_call import op_of_call
 from tests.ops import writing
+
+SEED = int(os.environ.get("CUTE_OPS_SEED", "41"))
 
 HERE = Path(__file__).parent
 SM90 = parse("sm_90a")
@@ -438,6 +441,23 @@ def test_a_model_is_planned_from_its_configuration() -> None:
         calls_of_model(LLAMA, "float64")
     with pytest.raises(ValueError, match=r"dtype 'bf16' is not one of .*bfloat16 \(did you mean bfloat16\?\)"):
         calls_of_model(LLAMA, "bf16")
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_attention_of_any_length_is_told_ahead(train: bool) -> None:
+    """Of drawn windows and sizes of heads: kernels of blocks of one head and of two, as lengths have them."""
+    print("seed", SEED)
+    rng = np.random.default_rng((SEED, train))
+    for size, window in zip((128, 256, *rng.choice((64, 96, 192), 2)), (64, *rng.integers(8, 700, 3)), strict=True):
+        sizes = {"head_dim": int(size), "num_attention_heads": 8, "num_key_value_heads": 4}
+        config = LLAMA | sizes | {"sliding_window": int(window), "rope_theta": 1e4}
+        told = {v.symbol for v in build.variants_of(calls_of_model(config, "bfloat16", train=train), [SM90])}
+        for length in (64, 4096, 8192, *(8 * rng.integers(1, 2000, 4)).tolist()):
+            q, k = (Array((1, length, heads, int(size)), "bfloat16") for heads in (8, 4))
+            for left in (-1, int(window) - 1):
+                attrs = {"causal": True, "left": left}
+                call = manifest.Call("attention", {"q": q, "k": k, "v": k}, {}, attrs)
+                assert build.variant_of(call, SM90).symbol in told, (size, window, length, left)
 
 
 @pytest.mark.parametrize(
