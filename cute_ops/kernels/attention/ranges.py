@@ -15,9 +15,9 @@ WARPS = 8
 
 
 class Ranges:
-    """Fills both tables: ``(2 * reads, batches, heads, tiles)``, of each read the least and then the largest numbers. A
-    warp has one tile of one head; the first CTAs have those of queries.
-    Behind the numbers of queries is a count of blocks that CTAs have drawn: none.
+    """Fills both tables: ``(2 * reads + 1, batches, heads, tiles)``, of each read the least and then the largest
+    numbers. A warp has one tile of one head; the first CTAs have those of queries.
+    Behind the numbers of queries is a count of the blocks that CTAs have drawn, 0 as yet.
     """
 
     def __init__(self, tiles):

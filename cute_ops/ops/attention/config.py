@@ -40,7 +40,7 @@ THREADS, UNROLL = 128, 4
 KEYS = {64: (128, 3), 128: (128, 2), 192: (96, 2), 256: (80, 2)}
 # In one pass, by the elements of a head: queries and slots of CTAs with keys of their own, keys and slots of others.
 ONE_PASS = {64: (64, 3), 80: (64, 3), 96: (64, 3), 112: (64, 2), 128: (64, 2)}
-TALL = (128, 2)  # of heads of 64, where scores are plain
+TALL = (128, 2)  # of heads of 64
 # Of long sequences, with heads of 128: queries and slots of tiles; the least queries, without a mask and with a causal
 # one, as measured. Such tiles fill 1/64 more rows than those of 64 at most.
 LONG, LEAST_LONG = (LONG_TILE, 2), (560, 3072)
@@ -390,7 +390,7 @@ def _tables(own: mods.Own, problem: Problem, tiles: Mapping[str, int]) -> dict[s
 
 def _tables_of(own: mods.Own, problem: Problem, blocks: Mapping[str, tuple[int, int]]) -> dict[str, Array | None]:
     """For each tile of queries and of keys, so many of so many batches, the least and the largest number of each read
-    of the mask; then one number, and room.
+    of the mask; behind them is room for a count of blocks.
     """
     attrs, dims = problem.attrs, problem.dims
     mask = mods.mask_of(attrs["left"], 0 if attrs["causal"] else attrs["right"], own.mask)
