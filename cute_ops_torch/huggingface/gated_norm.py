@@ -23,7 +23,7 @@ from cute_ops_torch.composite import constant
 from cute_ops_torch.huggingface.bypass import declined, takes
 from cute_ops_torch.huggingface.match import Forward, Replacement, innermost, named_as
 from cute_ops_torch.huggingface.meaning import state_of
-from cute_ops_torch.huggingface.trial import agreeing_ranks, trial
+from cute_ops_torch.huggingface.trial import agreeing_ranks, names_of, trial
 
 log = logging.getLogger("cute_ops")
 Tensor = torch.Tensor
@@ -50,7 +50,7 @@ def replacement_of(module: nn.Module) -> Replacement | None:
     if [*module.children()] or len(size) != 1 or not _takes_two(forward):
         return None
     state = state_of(module)
-    key = (type(module), forward, state, size)
+    key = (type(module), forward, state, names_of(module), size)
     if key not in _known:
         _known[key] = _replacement(module, size[0], state)
     return _known[key]
@@ -67,9 +67,10 @@ def _replacement(module: nn.Module, n: int, state: Any) -> Replacement | None:
     try:
         with trial(module) as seen:
             found = {dtype: _traced(module, n, dtype) for dtype in _DTYPES}
-            wide = found[torch.float32]
-            ranks = agreeing_ranks(lambda rows: _agrees(module, wide, (*rows, n))) if all(found.values()) else ()
-        if not ranks or seen.more or seen.modes:
+        if seen.more or seen.modes or not all(found.values()):
+            return None
+        ranks = agreeing_ranks(module, lambda rows: _agrees(module, found[torch.float32], (*rows, n)))
+        if not ranks:
             return None
     except Exception as error:  # a forward may raise, or branch on what a trace does not know
         log.debug("%s is no function of rows: %s: %s", type(module).__name__, type(error).__name__, error)

@@ -2,8 +2,9 @@
 
 A norm, an activation or a gated MLP is traced on fake tensors, and the canonical text of its graph says which op it
 equals, whatever it is written with. Before it is used, op and original are run once on random numbers, gradients
-included. What is known holds for a class and for the numbers, flags, texts and functions that its instances have as
-attributes: an instance whose attributes have changed since runs its original ``forward``.
+included, for inputs of each number of dims. What is known holds for a class, for the names of what its instances have,
+and for the numbers, flags, texts and functions among that: an instance where these have changed since runs its original
+``forward``.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from cute_ops_torch.huggingface import recorded_meanings, residual_norm
 from cute_ops_torch.huggingface.bypass import calls, declined, takes
 from cute_ops_torch.huggingface.match import Forward, Replacement, innermost, named_as
 from cute_ops_torch.huggingface.residual_norm import Norm
-from cute_ops_torch.huggingface.trial import agreeing_ranks, is_plain, is_shape, trial
+from cute_ops_torch.huggingface.trial import agreeing_ranks, is_plain, is_shape, names_of, set_training, trial
 
 log = logging.getLogger("cute_ops")
 # In which dtypes, and whether in training, modules are traced.
@@ -61,7 +62,8 @@ def replacement_of(module: nn.Module) -> Replacement | None:
     if shape is None or not _takes_one(type(module).forward):
         return None
     state = state_of(module)
-    key = (type(module), type(module).forward, state, tuple(type(child) for child in module.modules()))
+    classes = tuple(type(child) for child in module.modules())
+    key = (type(module), type(module).forward, state, names_of(module), classes)
     if key not in _known:
         _known[key] = _replacement(module, shape, state)
     return _known[key]
@@ -175,8 +177,7 @@ def _traced_meaning(module: nn.Module, n: int, dtype: torch.dtype, training: boo
     from cute_ops_torch.inductor.front import Front  # importing Inductor's neighbours takes a second
     from cute_ops_torch.inductor.trace import traced
 
-    for child in module.modules():
-        child.training = training  # `train`, which a class may have of its own, may do more
+    set_training(module, training)
     with torch.device("meta"):
         x = torch.empty(*_ROWS, n, dtype=dtype)
     graph, names = traced(module, (x,), dtype=dtype)
@@ -313,9 +314,7 @@ def _agreeing(module: nn.Module, meaning: Meaning, n: int) -> frozenset[int]:
     """The numbers of dims of inputs for which op and original agree; empty where the module is no function of its input
     and its plain attributes.
     """
-    with trial(module) as seen:
-        ranks = agreeing_ranks(lambda rows: _agrees(module, meaning, (*rows, n)))
-    return frozenset() if seen.more else ranks
+    return agreeing_ranks(module, lambda rows: _agrees(module, meaning, (*rows, n)))
 
 
 def _agrees(module: nn.Module, meaning: Meaning, shape: tuple[int, ...]) -> bool:

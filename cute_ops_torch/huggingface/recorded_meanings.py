@@ -19,6 +19,7 @@ from torch import nn
 from cute_ops.files import json_schema
 from cute_ops.files.records import Records
 from cute_ops.version import __version__
+from cute_ops_torch.huggingface.trial import names_of
 
 _PAIRS = [(str, object)]
 # A meaning: the op, its tensors, its attributes and the last layer; None of what is no op of ours.
@@ -28,7 +29,7 @@ meanings = Records("meanings", "meaning", _SHAPE)
 
 def key_of(module: nn.Module, n: int, state: Iterable[tuple[str, Any]]) -> str:
     """The digest of all that a module's meaning depends on."""
-    parts: list[object] = [__version__, torch.__version__, n]
+    parts: list[object] = [__version__, torch.__version__, n, names_of(module)]
     for name, child in module.named_modules():
         parts += [name, *(_source(cls) for cls in type(child).__mro__ if not _is_torchs(cls))]
     parts += [(name, _source(value) if callable(value) else repr(value)) for name, value in state]

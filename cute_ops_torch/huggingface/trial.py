@@ -20,6 +20,8 @@ _HELD = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # Attributes that every module has.
 _OWN = frozenset(vars(nn.Module()))
+# Leading dims of inputs for which an op and a module are compared: of each number, one example too.
+_ROWS = ((2, 3), (1, 3), (), (3,), (1,), (2, 3, 2), (2, 1, 3, 2))
 # What an attribute may be that is compared with what it was.
 _PLAIN = (int, float, str, type(None), torch.dtype, types.FunctionType, types.BuiltinFunctionType)
 
@@ -60,22 +62,26 @@ def same_everywhere() -> Iterator[None]:
 
 
 @contextmanager
-def trial(module: nn.Module) -> Iterator[Seen]:
+def trial(module: nn.Module, watched: bool = True) -> Iterator[Seen]:
     """Let a module be called without its hooks, and see what it reads; then give it and its submodules back their
     classes and all that they held: a ``forward`` that puts a parametrization on one of them (peft's
     ``target_parameters``) takes the fake tensors for its weights.
+
+    Args:
+        watched: whether to see what it reads: its class is a derived one meanwhile.
     """
     seen = Seen()
+    seen.more = any(map(_has_slots, module.modules()))
     before = [(m, type(m), dict(vars(m)), [dict(vars(m)[name]) for name in _HELD]) for m in module.modules()]
     try:
         for each, cls, _, _ in before:
             vars(each).update((name, type(vars(each)[name])()) for name in _HOOKS)
-            each.__class__ = _watched(cls, seen)
-        watched = {each: (type(each), dict(vars(each))) for each, *_ in before}
+            each.__class__ = _watched(cls, seen) if watched else cls
+        called = {each: (type(each), dict(vars(each))) for each, *_ in before}
         yield seen
         for each, _, _, held in before:
             now = [vars(each)[name] for name in _HELD]
-            same = _same((type(each), vars(each)), watched[each]) and all(map(_same_values, now, held))
+            same = _same((type(each), vars(each)), called[each]) and all(map(_same_values, now, held))
             seen.more = seen.more or not same
     finally:
         for each, cls, own, held in before:
@@ -85,20 +91,51 @@ def trial(module: nn.Module) -> Iterator[Seen]:
                 values.update(was)
 
 
-def agreeing_ranks(agrees: Callable[[tuple[int, ...]], bool]) -> frozenset[int]:
-    """The numbers of dims of an input, up to five, for whose rows an op gives what a module gives; empty if there is no
-    agreement for three dims. A ``forward`` may normalise the second of four dims, and refuse five.
+def agreeing_ranks(module: nn.Module, agrees: Callable[[tuple[int, ...]], bool]) -> frozenset[int]:
+    """The numbers of dims of an input, up to five, for whose rows an op gives what a module gives, in training and in
+    evaluation; empty if there is no agreement for three dims, or if the module has read more than what it is known by.
+    A ``forward`` may normalise the second of four dims, refuse five, drop a first dim of one, or ask for its own class.
     """
-    found = set()
-    for rows in ((2, 3), (), (3,), (2, 3, 2), (2, 1, 3, 2)):
-        try:
-            if agrees(rows):
-                found.add(len(rows) + 1)
-        except Exception as error:
-            log.debug("a module refuses rows of %s: %s: %s", rows, type(error).__name__, error)
-        if not found:
-            break
-    return frozenset(found)
+    found: set[int] = set()
+    refused: set[int] = set()
+    with trial(module) as seen:
+        for training in (True, False):
+            set_training(module, training)
+            for rows in _ROWS:
+                (found if _holds(agrees, rows) else refused).add(len(rows) + 1)
+                if 3 in refused:
+                    return frozenset()
+            if not seen.modes:
+                break
+    with trial(module, watched=False):
+        alike = _holds(agrees, (2, 3))
+    return frozenset(found - refused) if alike and not seen.more else frozenset()
+
+
+def set_training(module: nn.Module, training: bool) -> None:
+    """What ``train`` does, which a class may have of its own, with more effects."""
+    for each in module.modules():
+        each.training = training
+
+
+def _holds(agrees: Callable[[tuple[int, ...]], bool], rows: tuple[int, ...]) -> bool:
+    try:
+        return agrees(rows)
+    except Exception as error:
+        log.debug("a module refuses rows of %s: %s: %s", rows, type(error).__name__, error)
+        return False
+
+
+def names_of(module: nn.Module) -> tuple[tuple[str, ...], ...]:
+    """The names of what a module and each of those in it have: attributes, parameters and buffers."""
+    return tuple(
+        (
+            name,
+            *sorted(key for key in vars(child) if key not in _OWN and not key.startswith(("_cute", "_is_hf"))),
+            *sorted(key for held in _HELD[:2] for key, value in vars(child)[held].items() if value is not None),
+        )
+        for name, child in module.named_modules()
+    )
 
 
 def is_plain(value: Any) -> bool:
@@ -122,6 +159,11 @@ def _watched(cls: Any, seen: Seen) -> Any:
 
     names = {name: getattr(cls, name) for name in ("__module__", "__qualname__")}
     return type(cls)(cls.__name__, (cls,), {**names, "__getattribute__": getattribute})
+
+
+def _has_slots(module: nn.Module) -> bool:
+    """Whether a module has attributes that :func:`vars` does not name."""
+    return any(vars(cls).get("__slots__") for cls in type(module).__mro__)
 
 
 def _same(now: tuple[type, dict[str, Any]], before: tuple[type, dict[str, Any]]) -> bool:

@@ -393,6 +393,72 @@ class TwoLayers(nn.Module):
         return self.down(self.act(self.up(x)))
 
 
+class Scaled(Norm):
+    """A norm, multiplied where an instance has a scale."""
+
+    def __init__(self, how: str, scale: torch.Tensor | None = None) -> None:
+        super().__init__(how)
+        if scale is not None:
+            self.scale = scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return y * self.scale if hasattr(self, "scale") else y
+
+
+class ScaledGate(Scaled):
+    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x) * F.silu(gate)
+
+
+@pytest.mark.parametrize("cls", [Scaled, ScaledGate])
+def test_an_instance_with_one_attribute_more_is_another(cls: type[Scaled]) -> None:
+    modules = cls("squeezed"), cls("squeezed", torch.tensor(3.0))
+    given = [torch.randn(2, 3, N) for _ in range(1 + (cls is ScaledGate))]
+    wanted = [module(*given) for module in modules]
+    assert len(cute_ops_torch.patch(nn.Sequential(*modules))) == 1
+    for module, want in zip(modules, wanted, strict=True):
+        torch.testing.assert_close(module(*given), want)
+
+
+class OfItsClass(Norm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (2 if type(self) is OfItsClass else 1)
+
+
+class OfOneExample(Norm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).squeeze(0)
+
+
+class OfModesOfImages(Norm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return y * 2 if x.ndim == 4 and self.training else y
+
+
+class WithSlots(Norm):
+    __slots__ = ("share",)
+
+    def __init__(self, how: str) -> None:
+        super().__init__(how)
+        self.share = 3.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.share
+
+
+@pytest.mark.parametrize("cls", [OfItsClass, OfOneExample, OfModesOfImages, WithSlots])
+@pytest.mark.parametrize("mode", [True, False])
+def test_what_a_trace_does_not_show_stays(cls: type[Norm], mode: bool) -> None:
+    module = cls("squeezed").train(mode)
+    given = [torch.randn(*rows, N) for rows in ((2, 3), (1, 3), (2, 3, 2), (1,))]
+    wanted = [[module.train(each)(x) for x in given] for each in (True, False)]
+    cute_ops_torch.patch(nn.Sequential(nn.Embedding(7, N), module.train(mode)))
+    for each, want in zip((True, False), wanted, strict=True):
+        torch.testing.assert_close([module.train(each)(x) for x in given], want)
+
+
 class OfImages(Norm):
     """Normalises the channels of images, which it takes by their four dims; of a gate, multiplies them by it."""
 
