@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch.autograd import forward_ad
-from torch.utils._device import DeviceContext
 
 _C = torch._C
 # Types with the behaviour of a plain tensor. Other subclasses may override calls.
@@ -43,4 +42,8 @@ def _only_default_device() -> bool:
     """Whether the one mode that sees calls of functions is that of ``torch.set_default_device``, or ``torch.device`` as
     a context: it gives a device to functions that make tensors, and observes nothing.
     """
-    return _C._len_torch_function_stack() == 1 and type(_C._get_function_stack_at(0)) is DeviceContext
+    if _C._len_torch_function_stack() != 1:
+        return False
+    from torch.utils._device import DeviceContext  # start-up time: torch has it only where it is used
+
+    return type(_C._get_function_stack_at(0)) is DeviceContext
