@@ -37,7 +37,7 @@ SMALL_M, OURS_OF_SMALL_M, THEIRS_OF_SMALL_M = 512, (1650.0, 2.0, 7.8e8), (1800.0
 # the mean. Of 19 others cuBLAS' time has no bias.
 FEW_M, OURS_OF_FEW_M, THEIRS_OF_FEW_M = 64, (1870.0, 2.3, 7.8e8), (1700.0, 2.1, 7.7e8)
 # Tiles that are stored by few columns, whose terms four CTAs share, take this part of the model's cycles (35 products).
-NARROW = 0.8
+STORED_BY_FEW = 0.8
 # Ours must be this much ahead of more rows up to SMALL_M, and with a pass that it saves.
 UNSURE = 1.03
 # Bytes of a microsecond that our kernel of few rows reads of operands off vectors, of all SMs and of one, microseconds
@@ -127,7 +127,7 @@ def _expected(
     elif few:
         ours = time_of(cycles_of_few_rows(config, size, cost), OURS_OF_FEW_M)
     else:
-        count = cycles(config, size, cost) * (NARROW if config.store_bytes < STORE_BYTES else 1)
+        count = cycles(config, size, cost) * (STORED_BY_FEW if config.store_bytes < STORE_BYTES else 1)
         ours = time_of(count, OURS_OF_SMALL_M if size.m <= SMALL_M else OURS)
     fitted = THEIRS_OF_FEW_M if few else THEIRS_OF_SMALL_M if size.m <= SMALL_M else THEIRS
     theirs = time_of(_their_cycles(whole, problem.sm_count), fitted)

@@ -33,8 +33,9 @@ TILES_K: tuple[tuple[Form, int, int], ...] = (
 # Columns of the tiles of 64 rows that are stored by 16 columns, and how many CTAs share their terms: 64 x 13824 x 6144
 # takes 44.0 us by 124 CTAs with tiles of 112 columns, and 45.8 by 62 with 224 (H200).
 NARROW = {(80, 1), (112, 1), (144, 1), (160, 2), (64, 2), (64, 4), (96, 6)}
-# Those of few rows keep more than this part of all SMs busy, or at most half where CTAs share terms: of 12 drawn
-# products none then takes longer than before, with 77 of 132 SMs up to a fifth longer (H200).
+# Products of up to MMA_M rows have tiles of NARROW with more than MMA_M columns only where their CTAs are on more than
+# this part of all SMs, or on at most half of them where CTAs share terms: so none of 12 drawn products took longer than
+# by wider tiles. With CTAs on 77 of 132 SMs some took up to a fifth longer (H200).
 MOST_BUSY = 0.9
 EDGES = (8, 16, 32, 64)  # rows of a that are loaded of a tile at the edge
 GPC_SMS = 18  # of a group of SMs at most, in which a cluster must fit; their number is even
@@ -110,7 +111,7 @@ class GemmSize(NamedTuple):
 
 
 class Rates(NamedTuple):
-    """What products of few rows, which wait for memory, and others differ in.
+    """How fast SMs read: products of few rows, which wait for memory, have other rates than those of many.
 
     Attributes:
         l2: bytes that an SM gets from L2 in a cycle.
@@ -307,11 +308,6 @@ def _fits_one_wave(config: GemmConfig, size: GemmSize, cost: EpilogueCost, least
     return busy > least if config.cluster_k == 1 else 2 * busy <= sm_count
 
 
-def _ctas(config: GemmConfig, size: GemmSize, cost: EpilogueCost) -> int:
-    """The CTAs that run at once."""
-    return min(_tiles(config, size, cost), config.clusters) * config.ctas
-
-
 def _busy_sms(config: GemmConfig, size: GemmSize, cost: EpilogueCost) -> float:
     """The CTAs that run at once, in the mean of all waves."""
     tiles = _tiles(config, size, cost)
@@ -345,8 +341,9 @@ def slowest_cycles(config: GemmConfig, size: GemmSize, cost: EpilogueCost = PLAI
     """How long those SMs take that have the most to do. Two beside each other share a path to memory: 24 x 11008 x 1024
     took 11.0 us by 69 CTAs with tiles of 160 columns, and 9.2 by 63 with 176.
     """
-    at_once = _ctas(config, size, cost)
-    waves = -(-_tiles(config, size, cost) // config.clusters)
+    tiles = _tiles(config, size, cost)
+    at_once = min(tiles, config.clusters) * config.ctas
+    waves = -(-tiles // config.clusters)
     tiles_m = -(-size.m // config.tile_m)
     tiles_n = -(-size.n * (1 + cost.gate_up) // config.tile_n)
     # What several CTAs read comes from L2 for all but one of them.
