@@ -161,7 +161,7 @@ def weights_of(
         operands = operands_on(change, xp, [scores, *at], arrays)
         (changed,) = evaluate(change.expression, xp, operands)
         scores = xp.broadcast_to(changed, scores.shape)
-    if (mask := mods.mask_of(attrs["left"], 0 if attrs["causal"] else attrs["right"], own.mask)) is not None:
+    if (mask := mods.mask_of_call(attrs, own.mask)) is not None:
         (seen,) = evaluate(mask.expression, xp, operands_on(mask, xp, at, arrays))
         scores = xp.where(seen, scores, xp.asarray(-math.inf, dtype=scores.dtype, **beside(xp, q)))
     if sequences is not None:

@@ -64,7 +64,7 @@ class _Chunks:
         change = mods.score_of(attrs["softcap"], self.own.score)
         assert change is not None
         self.change = change
-        self.mask = mods.mask_of(attrs["left"], 0 if attrs["causal"] else attrs["right"], self.own.mask)
+        self.mask = mods.mask_of_call(attrs, self.own.mask)
         self.given = [inputs[name] for name, _, _ in self.own.captured]
         self.arrays = [
             np.reshape(x, (self.batch, *x.shape[len(self.lead) :])) if shape.split()[:1] == ["*m"] else x

@@ -65,9 +65,10 @@ ONE_PASS_BY_WARPS = ((8, 64, 2), (8, 32, 1))
 WARPS, MOST_STAGES, FEWEST_STAGES = 4, 6, 3
 # Warps of the only CTA of an SM, the least keys of its part, and what waves of them fill of all SMs.
 WIDE, WIDE_KEYS, FILLED = 8, 4096, 0.96
-PAIR = 2  # parts that a cluster of CTAs combines; heads that share a block of queries
-# Queries of such heads, unless they have documents: of more, blocks of 64 see as much as blocks of 128.
-LONGEST_OF_PAIRS = 4096
+PAIR = 2  # parts that a cluster of CTAs combines
+# Heads whose queries a block may have, one for each of two warpgroups. Of more queries than this a block has one head,
+# unless its mask reads arrays, such as documents: under a causal mask 64 queries then see nearly as many keys as 128.
+HEADS_OF_BLOCK, LONGEST_OF_HEADS = 2, 4096
 # Of those that share keys, without pages and with them. 64 x 8192, 64 heads over 8, four queries: 302 and 324 us with
 # six of them, 308 and 305 with seven.
 SHARING = (6, 7)
@@ -113,17 +114,17 @@ def _heads_of_block(own: mods.Own, problem: Problem, tile_n: int, consumers: int
     of keys together: those of documents, and of short sequences, where at least 15% fewer. With 6% fewer, 16 x 1024
     causal with heads of 256, they take 4% longer.
     """
-    dims, attrs = problem.dims, problem.attrs
-    right = 0 if attrs["causal"] else attrs["right"]
-    mask = mods.mask_of(attrs["left"], right, own.mask)
-    if consumers != PAIR or dims["r"] % PAIR or (mask and (mods.computes_with_head(mask) or mods.reads_by_head(mask))):
+    dims, mask = problem.dims, mods.mask_of_call(problem.attrs, own.mask)
+    if consumers != HEADS_OF_BLOCK or dims["r"] % HEADS_OF_BLOCK:
+        return 1
+    if mask and (mods.computes_with_head(mask) or mods.reads_by_head(mask)):
         return 1
     if mask and any(ranged(mask)):
-        return PAIR
-    if _is_packed(problem) or dims["s"] > LONGEST_OF_PAIRS:
+        return HEADS_OF_BLOCK
+    if _is_packed(problem) or dims["s"] > LONGEST_OF_HEADS:
         return 1
-    few, many = (_tiles_of_keys(problem, rows, tile_n) for rows in (MMA_M, PAIR * MMA_M))
-    return PAIR if 20 * few <= 17 * PAIR * many else 1
+    few, many = (_tiles_of_keys(problem, rows, tile_n) for rows in (MMA_M, HEADS_OF_BLOCK * MMA_M))
+    return HEADS_OF_BLOCK if 20 * few <= 17 * HEADS_OF_BLOCK * many else 1
 
 
 def _tiles_of_keys(problem: Problem, rows: int, tile_n: int) -> int:
@@ -393,7 +394,7 @@ def _tables_of(own: mods.Own, problem: Problem, blocks: Mapping[str, tuple[int, 
     of the mask; behind them is room for a count of blocks.
     """
     attrs, dims = problem.attrs, problem.dims
-    mask = mods.mask_of(attrs["left"], 0 if attrs["causal"] else attrs["right"], own.mask)
+    mask = mods.mask_of_call(attrs, own.mask)
     heads = dims["g"] * dims["r"] if mask and mods.reads_by_head(mask) else 1
     found: dict[str, Array | None] = {}
     for (name, (batches, tiles)), reads in zip(blocks.items(), ranged(mask) if mask else ([], []), strict=True):
@@ -614,7 +615,7 @@ def _headdim(problem: Problem) -> int:
 def _mask(own: mods.Own, problem: Problem) -> tuple[str, str]:
     """The texts of the mask and of its bounds; empty without one."""
     attrs = problem.attrs
-    mask = mods.mask_of(attrs["left"], 0 if attrs["causal"] else attrs["right"], own.mask)
+    mask = mods.mask_of_call(attrs, own.mask)
     return (mask.text, mods.bounds_of(mask)[0]) if mask else ("", "")
 
 

@@ -81,6 +81,11 @@ def mask_of(left: int, right: int, own: str = "") -> Mod | None:
     return Mod(graph.finish([graph.add("logical_and", *both)]), second.reads)
 
 
+def mask_of_call(attrs: Mapping[str, Any], own: str) -> Mod | None:
+    """:func:`mask_of` a call with these attributes, and with a function of its own, a text."""
+    return mask_of(attrs["left"], 0 if attrs["causal"] else attrs["right"], own)
+
+
 @cache
 def score_of(cap: float, own: str = "") -> Mod | None:
     """The change of scores by a soft cap, and then by a call's own function, a text; None without both."""
