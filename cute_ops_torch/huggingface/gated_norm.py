@@ -23,7 +23,7 @@ from cute_ops_torch.composite import constant
 from cute_ops_torch.huggingface.bypass import declined, takes
 from cute_ops_torch.huggingface.match import Forward, Replacement, innermost, named_as
 from cute_ops_torch.huggingface.meaning import state_of
-from cute_ops_torch.huggingface.trial import agreeing_ranks, names_of, trial
+from cute_ops_torch.huggingface.trial import agreeing_ranks, all_close, names_of, trial
 
 log = logging.getLogger("cute_ops")
 Tensor = torch.Tensor
@@ -148,8 +148,4 @@ def _agrees(module: nn.Module, meaning: _Meaning | None, shape: tuple[int, ...])
         got = registry.define(meaning.op).function(*((own | given)[name] for name in meaning.operands))
         cotangent, leaves = torch.randn(want.shape, generator=draw), [*own.values(), *given.values()]
         outcomes = [torch.autograd.grad(out, leaves, cotangent, allow_unused=True) for out in (want, got)]
-    pairs = [(got, want), *zip(outcomes[1], outcomes[0], strict=True)]
-    return all(
-        (a is None and b is None) or (a is not None and b is not None and torch.allclose(a, b, rtol=1e-3, atol=1e-4))
-        for a, b in pairs
-    )
+    return all_close([(got, want), *zip(outcomes[1], outcomes[0], strict=True)])

@@ -1,10 +1,10 @@
 """Modules recognised by what they compute, where the source of their ``forward`` is not known.
 
 A norm, an activation or a gated MLP is traced on fake tensors, and the canonical text of its graph says which op it
-equals, whatever it is written with. Before it is used, op and original are run once on random numbers, gradients
-included, for inputs of each number of dims. What is known holds for a class, for the names of what its instances have,
-and for the numbers, flags, texts and functions among that: an instance where these have changed since runs its original
-``forward``.
+equals, whatever it is written with. Before it is used, op and original are compared on random inputs of one to five
+dims, gradients included. What is known of a module holds for others of its class that have attributes, parameters and
+buffers of the same names, and the same numbers, flags, texts and functions among them. A module where one of these has
+changed since runs its original ``forward``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,15 @@ from cute_ops_torch.huggingface import recorded_meanings, residual_norm
 from cute_ops_torch.huggingface.bypass import calls, declined, takes
 from cute_ops_torch.huggingface.match import Forward, Replacement, innermost, named_as
 from cute_ops_torch.huggingface.residual_norm import Norm
-from cute_ops_torch.huggingface.trial import agreeing_ranks, is_plain, is_shape, names_of, set_training, trial
+from cute_ops_torch.huggingface.trial import (
+    agreeing_ranks,
+    all_close,
+    is_plain,
+    is_shape,
+    names_of,
+    set_training,
+    trial,
+)
 
 log = logging.getLogger("cute_ops")
 # In which dtypes, and whether in training, modules are traced.
@@ -332,11 +340,7 @@ def _agrees(module: nn.Module, meaning: Meaning, shape: tuple[int, ...]) -> bool
         cotangent = torch.randn(want.shape, generator=draw)
         wanted: Any = torch.autograd.grad(want, [x, *own.values()], cotangent, allow_unused=True)
         given: Any = torch.autograd.grad(got, [x, *own.values()], cotangent, allow_unused=True)
-    pairs = [(got, want), *zip(given, wanted, strict=True)]
-    return all(
-        (a is None and b is None) or (a is not None and b is not None and torch.allclose(a, b, rtol=1e-3, atol=1e-4))
-        for a, b in pairs
-    )
+    return all_close([(got, want), *zip(given, wanted, strict=True)])
 
 
 def _computed(meaning: Meaning, own: Mapping[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:

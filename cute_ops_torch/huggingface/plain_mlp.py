@@ -27,8 +27,8 @@ _BERT_CHUNK, _BERT_UP, _BERT_DOWN = "6bb29d0d5cade57e", "dc41afa55f1e5fd4", "db9
 _APPROXIMATE = "approximate"
 # By the source of their `forward`: Hugging Face's SiLU, QuickGELU, and a module that calls its attribute `act`.
 _DIGESTS = {"2bdc4d94c9296936": "silu", "264bef87d559fca3": "quick_gelu", "4587a7e0c8fdf068": _APPROXIMATE}
-# What functions that are the `forward` of activations compute. Hugging Face's are added when a model has them, and with
-# their classes those whose source is not known: it may read attributes of the class.
+# What functions that are the `forward` of activations compute. Hugging Face's are added when a model has them.
+# A ``forward`` whose source is not known may read attributes of its class: it is known together with that.
 _ACTIVATIONS: dict[Forward | tuple[type, Forward], str] = {
     nn.SiLU.forward: "silu", nn.ReLU.forward: "relu", nn.GELU.forward: _APPROXIMATE,
 }  # fmt: skip

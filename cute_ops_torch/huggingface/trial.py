@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +22,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 _OWN = frozenset(vars(nn.Module()))
 # Leading dims of inputs for which an op and a module are compared: of each number, one example too.
 _ROWS = ((2, 3), (1, 3), (), (3,), (1,), (2, 3, 2), (2, 1, 3, 2))
-# What an attribute may be that is compared with what it was.
+# Types of attributes whose later values can be compared with earlier ones: nobody changes these in place.
 _PLAIN = (int, float, str, type(None), torch.dtype, types.FunctionType, types.BuiltinFunctionType)
 
 
@@ -46,8 +46,8 @@ class Seen:
 
 @contextmanager
 def same_everywhere() -> Iterator[None]:
-    """A context in which functions of random numbers give what they give in a fresh process, and whose random numbers
-    leave those of the program as they are.
+    """A context that is the same wherever it is entered: float32 by default, on the CPU, without autocast or inference
+    mode. At its end the program's random numbers go on where they were.
     """
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
@@ -124,6 +124,14 @@ def _holds(agrees: Callable[[tuple[int, ...]], bool], rows: tuple[int, ...]) -> 
     except Exception as error:
         log.debug("a module refuses rows of %s: %s: %s", rows, type(error).__name__, error)
         return False
+
+
+def all_close(pairs: Iterable[tuple[torch.Tensor | None, torch.Tensor | None]]) -> bool:
+    """Whether results and gradients of an op are those of a module, or None as those are."""
+    return all(
+        (a is None and b is None) or (a is not None and b is not None and torch.allclose(a, b, rtol=1e-3, atol=1e-4))
+        for a, b in pairs
+    )
 
 
 def names_of(module: nn.Module) -> tuple[tuple[str, ...], ...]:
