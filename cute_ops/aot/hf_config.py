@@ -16,7 +16,7 @@ from cute_ops.jit.layout import Memory
 
 # Batch and positions: the number of leading dims matters to kernels, their sizes do not.
 LEAD = (1, ROWS)
-# Tokens of sequences: kernels of attention differ by them.
+# Tokens of a short, a usual and a long sequence: attention may have another kernel for each.
 LENGTHS = (64, ROWS, 2 * ROWS)
 # A product's tile depends on its number of rows; one kernel serves all products with its tile.
 PRODUCT_ROWS = tuple(2**k for k in range(7, 18))

@@ -377,7 +377,7 @@ class Training(Generic[Array]):
             raise ValueError(f"cute.{function}: argument `target` has {len(target.shape)} dims, expected 2: I[b s].")
 
     def _check_finite(self, function: str, most: float = LARGEST, **options: Any) -> None:
-        """Raise ValueError for numbers that are NaN, or beyond ``most``; of arrays nobody knows."""
+        """Raise ValueError for numbers that are NaN or beyond ``most``. Arrays are not looked at."""
         for name, value in options.items():
             if isinstance(value, Real) and not -most <= float(value) <= most:
                 expected = "a finite number" if most < inf else "a number"

@@ -315,7 +315,7 @@ def beside_softmaxes(analysis: Analysis) -> set[Node]:
         scores = set[Node]()
         for found in region:
             for z in _softmaxes(found.expression):
-                scores |= {leaf.node for leaf in _read_by(found, z) if _is_product(leaf, found.rows)}
+                scores |= {leaf.node for leaf in _read_by(found, z) if _may_be_scores(leaf, found.rows)}
         if scores:
             apart |= {
                 root for found, root, output in outputs
@@ -350,7 +350,7 @@ def _read_by(found: Found, i: int) -> list[Leaf]:
     return [found.leaves[operand] for operand in operands_of(found.expression, i)]
 
 
-def _is_product(leaf: Leaf, rows: Shape) -> bool:
+def _may_be_scores(leaf: Leaf, rows: Shape) -> bool:
     """Whether an operand is a product with all rows and the columns, as scores are."""
     whole = all(size == 1 or i in leaf.labels for i, size in enumerate(rows)) and COLUMNS in leaf.labels
     return whole and leaf.rows == rows and not leaf.packed and _before(leaf.node)[0].op == "contract"
@@ -506,7 +506,7 @@ class _Attention:
     def _acc(self) -> tuple[int, Leaf]:
         """The operand that is the product of queries and keys."""
         used = sorted(operands_of(self.scores.expression, self.z))
-        found = [(i, leaf) for i in used if _is_product(leaf := self.scores.leaves[i], self.rows)]
+        found = [(i, leaf) for i in used if _may_be_scores(leaf := self.scores.leaves[i], self.rows)]
         _require(len(found) == 1)
         return found[0]
 

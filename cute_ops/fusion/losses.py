@@ -252,12 +252,14 @@ def _logits_of(node: Node, exact: bool) -> Node | None:
     if (node.op, node.attr) != ("primitive", "subtract"):
         return None
     first = node.args[0]
-    for by_text, x in ((True, first), *((text, x) for text in (True, False) for x in first.args[:1]), (False, first)):
+    inner = first.args[:1]
+    by_text = [(x, True) for x in (first, *inner)]
+    for x, is_text in (*by_text, *((x, False) for x in (*inner, first))):  # texts first: they cost no evaluation
         nodes = between(node, {x})
         found = None if nodes is None or x.shape != node.shape else expressed(nodes, node, exact)
         if found is not None and all(leaf is x for leaf in found[1]):
-            meaning = meaning_of(found[0]) if by_text else None
-            if (meaning is not None and meaning.op == "log_softmax") or (not by_text and is_lse(found[0], less=True)):
+            meaning = meaning_of(found[0]) if is_text else None
+            if (meaning is not None and meaning.op == "log_softmax") or (not is_text and is_lse(found[0], less=True)):
                 return uncast(x)
     return None
 

@@ -207,13 +207,15 @@ class AttentionFwd(ForwardKernel):
         return cute.arch.shuffle_sync(index, 0)
 
     def _drawn(self, queries, drawn, step):
-        """The index of the block that was drawn for a step, as it comes with its queries."""
+        """Wait for a step's queries. Returns the index of the block that was drawn for it, which comes with them."""
         ring_q, q_slot = queries
         ring_q.consumer_wait(q_slot)
         return drawn[step % 2]
 
     def _steps_known(self, step, steps, goes_on):
-        """How many steps there are, as is known before one: where blocks are drawn, one more until none is left."""
+        """The number of steps as far as it is known before ``step``: where blocks are drawn, there is another step as
+        long as the last draw gave a block, ``goes_on``.
+        """
         return step + cutlass.select_(goes_on, Int32(1), Int32(0)) if self.draws else steps
 
     # The warpgroups that multiply ----------------------------------------------------------------------------------
