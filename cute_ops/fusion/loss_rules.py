@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 from cute_ops.expressions.graph import Expression
 from cute_ops.expressions.reference import evaluate
 from cute_ops.fusion.graph import Node
-from cute_ops.fusion.loss_terms import is_analytic
+from cute_ops.fusion.loss_terms import is_analytic, lowered
 from cute_ops.fusion.match import shortest
 from cute_ops.fusion.one_expression import between, expressed
 
@@ -84,7 +84,7 @@ def _fitted(given: Given, values: Mapping[Node, Value], columns: int) -> Rule | 
         return None if (value := values[node]) is None else _terms(value, arrays, terms, np)
 
     rng = np.random.default_rng(columns)
-    x = rng.standard_normal((_ROWS, columns)) * 2 + rng.standard_normal((_ROWS, 1))
+    x = lowered(rng.standard_normal((_ROWS, columns)) * 2 + rng.standard_normal((_ROWS, 1)))
     t, dloss = rng.uniform(0.1, 1, (_ROWS, columns)), rng.standard_normal((_ROWS, 1)) + 3
     arrays = {given.logits: x, given.targets: t, given.dloss: dloss}
     lse, total = np.log(np.sum(np.exp(x), -1, keepdims=True)), np.sum(t, -1, keepdims=True)

@@ -21,6 +21,7 @@ _ANALYTIC = (
     "operand", "constant", "add", "subtract", "multiply", "divide", "negative", "square", "exp", "log", "sum", "mean",
 )  # fmt: skip
 _CLOSE = 1e-6
+_LOW = 100.0  # below usual logits: so far down, any number that is added to a sum of exponentials shows in its logarithm
 
 
 class Terms(NamedTuple):
@@ -60,6 +61,7 @@ def terms_of(
         return None
     rng = np.random.default_rng(7)
     x = rng.standard_normal((_ROWS, columns)) * rng.uniform(0.2, 2, (_ROWS, 1)) + rng.standard_normal((_ROWS, 1)) * 2
+    x = lowered(x)
     at = rng.standard_normal((_ROWS, 1))
     lse, mean = np.log(np.sum(np.exp(x), -1, keepdims=True)), np.mean(x, -1, keepdims=True)
     value = given = target.weight * at + target.share * mean - (target.weight + target.share) * target.log_prob * lse
@@ -80,13 +82,19 @@ def is_lse(expression: Expression, less: bool = False) -> bool:
         return False
     rng = np.random.default_rng(8)
     for columns in (_COLUMNS, _COLUMNS + 13):
-        x = rng.standard_normal((_ROWS, columns)) * 2 + rng.standard_normal((_ROWS, 1))
+        x = lowered(rng.standard_normal((_ROWS, columns)) * 2 + rng.standard_normal((_ROWS, 1)))
         want = np.log(np.sum(np.exp(x), -1, keepdims=True))
         want = x - want if less else want
         value = evaluate(expression, np, [x] * len(expression.operands))[0]
         if value.shape != want.shape or not np.allclose(value, want, rtol=1e-10, atol=1e-10):
             return False
     return True
+
+
+def lowered(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Logits whose last quarter of rows lies far lower, where ``log(sum(exp(x)) + eps)`` is no log-sum-exp."""
+    x[-len(x) // 4 :] -= _LOW
+    return x
 
 
 def _terms(terms: np.ndarray[Any, Any], value: np.ndarray[Any, Any], np: Any) -> Terms | None:

@@ -308,6 +308,24 @@ def test_what_is_nearly_a_loss_stays(function: Function) -> None:
     assert "linear_cross_entropy" not in attrs
 
 
+@pytest.mark.drawn(0.4)
+@pytest.mark.parametrize("exponent", [-8.2, -9.1, -11.6, -15.4, -21.8])
+@pytest.mark.parametrize("form", [
+    lambda x, t, lse: jnp.take_along_axis(lse - x, t[..., None], -1),
+    lambda x, t, lse: lse[..., 0] - at(x, t),
+    lambda x, t, lse: 0.9 * (lse[..., 0] - at(x, t)) + 0.1 * (lse - x).mean(-1),
+    lambda x, t, lse: -(jax.nn.one_hot(t, CLASSES) * (x - lse)).sum(-1),
+])  # fmt: skip
+def test_a_sum_with_anything_added_is_no_log_sum_exp(form: Function, exponent: float) -> None:
+    """Logits whose sum of exponentials is as small as the number that is added to it."""
+    few = LOGITS + exponent * np.log(10)
+
+    def loss(x: jax.Array, t: jax.Array) -> jax.Array:
+        return form(x, t, jnp.log(jnp.exp(x).sum(-1, keepdims=True) + 10**exponent))
+
+    np.testing.assert_allclose(cute_ops_jax.fuse(loss)(few, TARGET), loss(few, TARGET), rtol=2e-5, atol=5e-6)
+
+
 def test_logits_that_something_else_reads_are_computed_once() -> None:
     def function(h: jax.Array, w: jax.Array, t: jax.Array) -> jax.Array:
         logits = h @ w.T
