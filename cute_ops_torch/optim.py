@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import cache
+from itertools import chain
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cute_ops.errors import no_attribute, suggesting
+from cute_ops.errors import no_attribute, shown, suggesting
+from cute_ops.ops.checks import LARGEST
 from cute_ops_torch.registry import family
 
 Tensor = torch.Tensor
@@ -98,6 +100,9 @@ class AdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         given = [_gradients(group) for group in self.param_groups]  # of all, before the first changes
+        for parameter in chain.from_iterable(given):
+            if state := self.state.get(parameter):
+                _check_state(parameter, state)
         for group, slopes in zip(self.param_groups, given, strict=True):
             self._step(group, slopes)
         return loss
@@ -287,8 +292,9 @@ def _check(group: Mapping[str, Any]) -> None:
             came = type(group[name]).__name__
             raise TypeError(f"{WHAT}: argument `{name}` must be a number or a tensor of one, got {came}.")
         # To read a tensor on the device would wait for it, and end a capture.
-        if not (isinstance(group[name], Tensor) and group[name].is_cuda) and not group[name] >= 0:
-            raise ValueError(f"{WHAT}: argument `{name}` is {group[name]}, expected at least 0.")
+        if not (isinstance(group[name], Tensor) and group[name].is_cuda) and not 0 <= group[name] <= LARGEST:
+            came = shown(group[name]) if isinstance(group[name], int) else group[name]
+            raise ValueError(f"{WHAT}: argument `{name}` is {came}, expected a finite number of at least 0.")
     if not isinstance(group["betas"], tuple | list) or len(group["betas"]) != 2:
         raise TypeError(f"{WHAT}: argument `betas` is {group['betas']!r}, expected two numbers.")
     if not all(0 <= beta < 1 for beta in group["betas"]):
@@ -309,10 +315,31 @@ def _gradients(group: Mapping[str, Any]) -> dict[Tensor, Tensor]:
             raise RuntimeError(f"{WHAT}: sparse gradients are not supported.")
         if parameter.dtype not in DTYPES:
             raise TypeError(
-                f"{WHAT}: a parameter is {str(parameter.dtype).removeprefix('torch.')}{[*parameter.shape]}, expected "
+                f"{WHAT}: a parameter is {_kind(parameter)}, expected "
                 "float32, float16 or bfloat16; take torch.optim.AdamW for it."
             )
     return slopes
+
+
+def _check_state(parameter: Tensor, state: Mapping[str, Any]) -> None:
+    """Raise an error for a state that no step is made on, such as one that a program has changed."""
+    mean, square = state.get("exp_avg"), state.get("exp_avg_sq")
+    if isinstance(mean, Tensor) and isinstance(square, Tensor) and isinstance(state.get("step"), Tensor):
+        dtype = mean.dtype
+        if dtype is square.dtype and dtype in DTYPES and mean.shape == parameter.shape == square.shape:
+            return
+    came = ", ".join(f"`{name}` {_kind(state.get(name))}" for name in ("step", "exp_avg", "exp_avg_sq"))
+    raise TypeError(
+        f"{WHAT}: the state of a parameter {_kind(parameter)} is {came}; expected tensors, and both moments float32, "
+        "float16 or bfloat16, of one dtype, with the parameter's shape."
+    )
+
+
+def _kind(value: Any) -> str:
+    """A tensor's dtype, shape and device, for a message."""
+    if not isinstance(value, Tensor):
+        return shown(value)
+    return f"{str(value.dtype).removeprefix('torch.')}{[*value.shape]} on {value.device}"
 
 
 def _factors(group: dict[str, Any], step: int, device: torch.device) -> tuple[Tensor, ...]:

@@ -114,8 +114,10 @@ ALONE, AVERAGED = ("orpo", "simpo", "cpo"), ("orpo", "simpo")
 SMOOTHED: Mapping[str, tuple[str, Callable[[float], bool]]] = {
     **dict.fromkeys(("dpo", "cpo", "simpo"), ("from 0 to 1", lambda share: 0 <= share <= 1)),
     "robust": ("at least 0 and below 0.5", lambda share: 0 <= share < 0.5),
-    "exo_pair": ("above 0 and below 1", lambda share: 0 < share < 1),
+    "exo_pair": ("at least 2^-126 and below 1", lambda share: 2**-126 <= share < 1),
 }
+# By kind: the option that its loss divides by.
+DIVISORS = {"ipo": "beta", "sppo_hard": "beta", "discopop": "tau"}
 PLAIN: tuple[str, Callable[[float], bool]] = ("0", lambda share: share == 0)  # of other kinds
 
 

@@ -16,7 +16,7 @@ from cute_ops.composite.chunks import AUTO
 from cute_ops.composite.linear_distillation import linear_distillation_rows, linear_distillation_total
 from cute_ops.declaration.array_api import constant
 from cute_ops.errors import shown
-from cute_ops.ops.checks import LARGEST
+from cute_ops.ops.checks import MOST_FACTOR, TERM
 
 Array = TypeVar("Array")
 PREFERENCES = preferences.KINDS
@@ -29,6 +29,11 @@ def _named(dtype: Any) -> str:
     if dtype is None:
         return "float32"
     return str(getattr(dtype, "name", getattr(dtype, "__name__", dtype))).removeprefix("torch.")
+
+
+def _is_between(number: Any, least: float, most: float) -> bool:
+    """Whether a number, of any type and size, is in a range."""
+    return bool(least <= number <= most)
 
 
 class Training(Generic[Array]):
@@ -143,6 +148,8 @@ class Training(Generic[Array]):
         function, labels = "linear_preference_loss", self._array(target)
         count = self._check_preference(function, kind, labels, reference, desirable, label_smoothing)
         self._check_finite(function, beta=beta, alpha=alpha, gamma=gamma, tau=tau, kl=kl)
+        if divisor := preferences.DIVISORS.get(kind):
+            self._check_divisor(function, divisor, beta if divisor == "beta" else tau, f" for {kind!r}")
         if average is None:
             average = kind in preferences.AVERAGED
         self._check_type(function, "average", average, bool)
@@ -215,9 +222,11 @@ class Training(Generic[Array]):
         self._check_kind(function, kind, POLICIES)
         self._check_kind(function, level, LEVELS[: 1 if kind == "cispo" else 2], "level")
         self._check_most(function, max_tokens)
-        self._check_finite(function, beta=beta)
-        # Infinity bounds nothing.
-        self._check_finite(function, inf, clip_low=clip_low, clip_high=clip_high, ratio_bound=ratio_bound)
+        self._check_finite(function, beta=beta, num_tokens=num_tokens)
+        bounds: dict[str, Any] = {"clip_low": clip_low, "clip_high": clip_high, "ratio_bound": ratio_bound}
+        for name, bound in bounds.items():
+            if isinstance(bound, Real) and bound not in (inf, -inf):  # infinity bounds nothing
+                self._check_finite(function, **{name: bound})
         self._check_dims(function, labels)
         gain = self._numbers(function, "advantages", advantages, labels.shape[:1], hidden)[:, None]
         earlier, reference, factor = (
@@ -335,10 +344,10 @@ class Training(Generic[Array]):
         """The log-probability of each token, 0 where it is ignored, and whether it counts, in float32."""
         if isinstance(temperature, bool) or not isinstance(temperature, Real):
             raise TypeError(f"cute.{function}: option `temperature` must be float, got {shown(temperature)}.")
-        if not 0 < (number := float(temperature)) < inf:
-            problem = f"option `temperature` is {shown(temperature)}, expected a positive number."
+        if not _is_between(temperature, 1 / MOST_FACTOR, MOST_FACTOR):
+            problem = f"option `temperature` is {shown(temperature)}, expected a positive number, 2^-126 to 2^126."
             raise ValueError(f"cute.{function}: {problem}")
-        options = {"logit_scale": 1.0 / number, "accum_dtype": accum_dtype}
+        options = {"logit_scale": 1.0 / float(temperature), "accum_dtype": accum_dtype}
         loss = self._losses(*head, ignore_index, reduction="none", **options)
         return -loss, 0 * constant(self._xp, loss) + (head[2] != ignore_index)
 
@@ -376,12 +385,18 @@ class Training(Generic[Array]):
         if len(target.shape) != 2:
             raise ValueError(f"cute.{function}: argument `target` has {len(target.shape)} dims, expected 2: I[b s].")
 
-    def _check_finite(self, function: str, most: float = LARGEST, **options: Any) -> None:
-        """Raise ValueError for numbers that are NaN or beyond ``most``. Arrays are not looked at."""
+    def _check_finite(self, function: str, **options: Any) -> None:
+        """Raise ValueError for numbers that are NaN, or beyond those of a loss in float32. Arrays are not looked at."""
         for name, value in options.items():
-            if isinstance(value, Real) and not -most <= float(value) <= most:
-                expected = "a finite number" if most < inf else "a number"
+            if isinstance(value, Real) and not _is_between(value, *TERM):
+                expected = f"a finite number, from {TERM[0]:g} to {TERM[1]:g}"
                 raise ValueError(f"cute.{function}: option `{name}` is {shown(value)}, expected {expected}.")
+
+    def _check_divisor(self, function: str, name: str, value: Any, of: str = "") -> None:
+        """Raise ValueError for a number by which float32 cannot divide, such as 0. Arrays are not looked at."""
+        if isinstance(value, Real) and not _is_between(abs(value), 1 / MOST_FACTOR, MOST_FACTOR):
+            expected = f"2^-126 to 2^126{of}: the loss divides by it, in float32"
+            raise ValueError(f"cute.{function}: option `{name}` is {shown(value)}, expected {expected}.")
 
     def _check_factors(self, function: str, **factors: Any) -> None:
         """Raise unless these options are numbers, or arrays without dims."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from functools import partial
 from typing import Any
 
@@ -96,22 +97,34 @@ def test_numbers_of_tokens(adapter: Adapter) -> None:
             policy(adapter, "dr_grpo", max_tokens=wrong)
 
 
-@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf"), 10**400, -2e37])
 def test_numbers_of_training_that_are_none(adapter: Adapter, wrong: float) -> None:
     """Also those that a kind does not read; only a bound may be infinite, and bounds nothing then."""
     rng = np.random.default_rng(list(str(wrong).encode()))
+    given = "an int of 1329 bits" if isinstance(wrong, int) else re.escape(str(wrong))
     kinds, policies = rng.choice(PREFERENCES, 5), rng.choice(POLICIES, 4)
     for kind, name in zip(kinds, ("beta", "alpha", "gamma", "tau", "kl"), strict=True):
         with pytest.raises(
-            ValueError, match=rf"cute\.linear_preference_loss: option `{name}` is {wrong}, expected a fi"
+            ValueError, match=rf"cute\.linear_preference_loss: option `{name}` is {given}, expected a fi"
         ):
             preference(adapter, str(kind), **{name: wrong})
     for kind, name in zip(policies, ("beta", "clip_low", "clip_high", "ratio_bound"), strict=True):
-        if name == "beta" or wrong != wrong:
-            with pytest.raises(ValueError, match=rf"cute\.linear_policy_loss: option `{name}` is {wrong}, expected a"):
+        if name == "beta" or abs(wrong) != float("inf"):
+            with pytest.raises(ValueError, match=rf"cute\.linear_policy_loss: option `{name}` is {given}, expected a"):
                 policy(adapter, str(kind), **{name: wrong})
     unbounded = policy(adapter, "grpo", clip_low=float("inf"), clip_high=float("inf"), ratio_bound=float("inf"))[0]
     assert np.isclose(adapter.numpy(unbounded), -1.0)
+
+
+@pytest.mark.parametrize("wrong", [0, 0.0, -1e-46, 5e-324, 1e38])
+def test_numbers_that_float32_cannot_divide_by(adapter: Adapter, wrong: float) -> None:
+    text = re.escape(str(wrong))
+    for kind, name in (("ipo", "beta"), ("sppo_hard", "beta"), ("discopop", "tau"), ("dpo", "temperature")):
+        with pytest.raises(ValueError, match=rf"cute\.linear_preference_loss: option `{name}` is {text}, expected "):
+            preference(adapter, kind, **{name: wrong})
+    rows = adapter.array(ROWS)
+    with pytest.raises(ValueError, match=r"cute\.divergence: attribute `temperature` is .*, expected "):
+        adapter.ours.divergence(rows, rows, temperature=float(wrong))
 
 
 @pytest.mark.parametrize("base", [0.0, -1.0, float("inf"), float("nan")])

@@ -129,17 +129,20 @@ def test_closures_groups_and_schedules() -> None:
 
 def test_errors() -> None:
     weight = nn.Parameter(torch.ones(3, 4))
-    with pytest.raises(ValueError, match=r"optim\.AdamW: argument `lr` is -1, expected at least 0"):
+    with pytest.raises(ValueError, match=r"optim\.AdamW: argument `lr` is -1, expected a finite number of at least 0"):
         AdamW([weight], lr=-1)
     with pytest.raises(ValueError, match=r"argument `betas` is \(0\.9, 1\.0\), expected both in \[0, 1\)"):
         AdamW([weight], betas=(0.9, 1.0))
     weight.grad = torch.eye(3, 4).to_sparse()
     with pytest.raises(RuntimeError, match="sparse gradients are not supported"):
         AdamW([weight]).step()
-    with pytest.raises(ValueError, match=r"argument `lr` is -1, expected at least 0"):
+    with pytest.raises(ValueError, match=r"argument `lr` is -1, expected a finite number of at least 0"):
         AdamW([{"params": [weight], "lr": -1}])
     with pytest.raises(ValueError, match=r"option `decoupled_weight_decay` is False; take torch\.optim\.Adam\."):
         AdamW([{"params": [weight], "decoupled_weight_decay": False}])
+    for wrong in (10**400, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match=r"argument `eps` is .*, expected a finite number"):
+            AdamW([weight], eps=wrong)
 
 
 def test_the_host_counts_steps_under_another_default_device() -> None:
@@ -161,6 +164,25 @@ def test_a_step_that_is_refused_changes_nothing(kind: str) -> None:
     with pytest.raises((TypeError, RuntimeError), match=rf"optim\.AdamW: .*{kind}.*"):
         optimizer.step()
     assert (first == 1).all() and not optimizer.state
+
+
+@pytest.mark.parametrize("name", ["step", "exp_avg", "exp_avg_sq"])
+@pytest.mark.parametrize("wrong", [lambda t: t.double().to("meta"), lambda t: None, lambda t: t.half()[..., None]])
+def test_a_step_on_a_state_of_another_kind_changes_nothing(name: str, wrong: Callable[[torch.Tensor], Any]) -> None:
+    """A later parameter's state that a program has changed, in a group of its own or with the first one."""
+    for groups in (2, 1):
+        first, other = (nn.Parameter(torch.ones(3, 4)) for _ in range(2))
+        both = [{"params": [first]}, {"params": [other]}] if groups == 2 else [first, other]
+        optimizer = AdamW(both)
+        first.grad = other.grad = torch.ones(3, 4)
+        optimizer.step()
+        before = first.clone(), float(optimizer.state[first]["step"])
+        optimizer.state[other][name] = wrong(optimizer.state[other][name])
+        if name == "step":
+            optimizer.state[other][name] = None
+        with pytest.raises(TypeError, match=rf"optim\.AdamW: the state of a parameter float32\[3, 4\].*`{name}`"):
+            optimizer.step()
+        assert torch.equal(first, before[0]) and float(optimizer.state[first]["step"]) == before[1]
 
 
 @pytest.mark.parametrize("device", DEVICES)

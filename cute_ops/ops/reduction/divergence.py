@@ -15,7 +15,7 @@ from cute_ops.declaration.shapes import FLOATS
 from cute_ops.declaration.tensor import Tensor
 from cute_ops.kernels.rows.config import FusedConfig, FusedRowConfig
 from cute_ops.ops import docs
-from cute_ops.ops.checks import FINITE, within
+from cute_ops.ops.checks import FINITE, factors, within
 from cute_ops.ops.expression.formula import ByAttrs, Formula, declare
 from cute_ops.ops.expression.traces import Traces
 from cute_ops.ops.rows import CTA_VECTORS, cluster_for, threads_for
@@ -179,7 +179,7 @@ def _in_shared_memory(formula: Formula, problem: Problem) -> FusedConfig | Fused
 def check(binding: Binding) -> str | None:
     if (temperature := binding.attrs["temperature"]) <= 0:
         return f"attribute `temperature` is {temperature}, expected a positive number."
-    return within(beta=(0.0, 1.0), temperature=FINITE)(binding)
+    return within(beta=(0.0, 1.0), temperature=FINITE)(binding) or factors("temperature")(binding)
 
 
 def _in_registers(formula: Formula, problem: Problem) -> FusedConfig | FusedRowConfig:
