@@ -23,14 +23,17 @@ _GIVEN = (
 _QUERY, _KEY, _QUERIES, _KEYS = 3, 4, 7, 8
 
 
-def with_reads(scores: Scores, reads: Sequence[Read]) -> Op:
-    """The op; its captured arrays are those of the reads, in order."""
+def functions_of(scores: Scores, reads: Sequence[Read]) -> mods.Own:
+    """The functions of the op; its captured arrays are those of the reads, in order."""
     made = _mod(scores, reads)
     names = [f"captured{i}" for i, _ in enumerate(reads)]
     shapes = mods.declared([made], names, _refuse)
-    captured = tuple(zip(names, (read.kind for read in reads), map(" ".join, shapes), strict=True))
-    own = mods.Own(made.text, "", captured)
-    return declare(f"attention_found_{digest(own.score, *map(str, captured))}", own)
+    return mods.Own(made.text, "", tuple(zip(names, (read.kind for read in reads), map(" ".join, shapes), strict=True)))
+
+
+def op_of(own: mods.Own) -> Op:
+    """The op of these functions."""
+    return declare(f"attention_found_{digest(own.score, *map(str, own.captured))}", own)
 
 
 def _mod(scores: Scores, reads: Sequence[Read]) -> Mod:

@@ -51,7 +51,7 @@ class Graph:
         outputs: what the program returns, or keeps.
         named: by opaque node the op that it is.
         meant: of a loop's body, by input that is a mask what it is computed from outside, which is not to be computed.
-        fixed: of a body, the inputs that have no gradient.
+        fixed: values that are known to have no gradient, such as inputs of a body.
         metrics: whether a loss may give what the program reads of its logits beside it, and its product be in float32.
     """
 

@@ -419,16 +419,16 @@ def _may_be_infinite(node: Node, known: Known) -> bool:
 
 
 def may_have_gradient(node: Node, known: Known, fixed: Container[Node] = ()) -> bool:
-    """Whether a float of the program's inputs may reach a node, other than by way of ``stop_gradient``. Inputs that are
+    """Whether a float of the program's inputs may reach a node, other than by way of ``stop_gradient``. Values that are
     ``fixed`` have no gradient.
     """
     waiting, seen = [node], {node}
     while waiting:
         each = waiting.pop()
-        if each.op == "input" and "float" in each.dtype and each not in fixed and known(each) is None:
-            return True
-        if (each.op, each.attr) == ("opaque", "stop_gradient"):
+        if each in fixed or (each.op, each.attr) == ("opaque", "stop_gradient"):
             continue
+        if each.op == "input" and "float" in each.dtype and known(each) is None:
+            return True
         new = [arg for arg in each.args if arg not in seen and "float" in arg.dtype]
         seen.update(new)
         waiting += new

@@ -15,7 +15,8 @@ from cute_ops.composite.linear_add_rmsnorm import linear_add_rmsnorm
 from cute_ops.composite.mlp import mlp
 from cute_ops.composite.qkv_rope import SIZES
 from cute_ops.fusion.attention import Ends, Read, Sinks
-from cute_ops.fusion.changed_scores import with_reads
+from cute_ops.fusion.changed_scores import functions_of, op_of
+from cute_ops.fusion.choose import FEW_QUERIES, too_few_queries
 from cute_ops.fusion.composite import Composite
 from cute_ops.fusion.graph import Node
 from cute_ops.ops.attention.attention import attention as plain
@@ -24,7 +25,6 @@ from cute_ops_jax.fusion.rotation import Projection, qkv_rope
 from cute_ops_jax.primitive.function import register
 
 Call = Callable[[Sequence[Any]], list[Any]]
-FEW_QUERIES = 16  # of a step of decoding
 # Keys; heads of keys of all sequences; keys of all these: XLA's products are faster for fewer of both or of the first.
 FEW_KEYS, MANY_HEADS, LEAST_KEYS = 256, 40, 1 << 15
 LONG = 2048  # keys, for more than a few queries of a head of keys
@@ -114,31 +114,16 @@ def _qkv_rope(found: Composite) -> Callable[..., list[Any]]:
     return call
 
 
-def _too_few_queries(q: tuple[int, ...], k: tuple[int, ...]) -> str:
-    """Why XLA's products are faster for the queries of a step of decoding; empty where they are not. Single queries of
-    heads that share keys come here as queries of one head.
-
-    Our op has a CTA for each head of an example, which reads all its keys. On an H200 4 queries of 64 heads with keys
-    of their own take 173 us (XLA 257), of 8 heads 566 (73); 4 of 256 heads that share keys 340 (278), 16 of these 343
-    (389); one of 256 heads takes 224 (100).
-    """
-    (batch, queries, heads, _), shared = q, q[2] > k[2]
-    few = batch * heads < 64 or queries < 4 or (shared and queries < FEW_QUERIES)
-    if jax.default_backend() != "gpu" or queries > FEW_QUERIES or not few:
-        return ""
-    return f"{queries} queries of {batch * heads} heads are too few: `decode_attention` splits their keys"
-
-
 def _attention(found: Composite) -> Callable[..., list[Any]]:
     if jax.default_backend() == "gpu" and float(getattr(jax.devices()[0], "compute_capability", "8.0")) < 8:
         raise ValueError("attention has no kernel for this GPU")
     parts, scores, reads, sinks = (found.attrs[name] for name in ("parts", "scores", "reads", "sinks"))
-    if why := _too_few_queries(parts["q"].shape, parts["k"].shape):
+    if jax.default_backend() == "gpu" and (why := too_few_queries(parts["q"].shape, parts["k"].shape)):
         raise ValueError(why)
     attrs = {name: getattr(scores, name) for name in ("scale", "left", "right", "softcap")}
     if scores.right == 0:
         attrs |= {"causal": True, "right": -1}
-    function = register(plain if scores.expression is None else with_reads(scores, reads))
+    function = register(plain if scores.expression is None else op_of(functions_of(scores, reads)))
     views = [*found.attrs["views"], *found.roots]
 
     def call(given: dict[str, Any]) -> list[Any]:

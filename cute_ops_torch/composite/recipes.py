@@ -18,6 +18,8 @@ from typing import Any
 import torch
 
 from cute_ops.declaration.op import Op
+from cute_ops.fusion import changed_scores
+from cute_ops.ops.attention.mods import Own
 from cute_ops.ops.expression.call import op_of
 from cute_ops.ops.gemm import by_call
 from cute_ops_torch.library.known_recipes import note
@@ -39,12 +41,18 @@ def fused(expression: str, operands: Mapping[str, str]) -> Op:
     return _noted(op, f"fused({expression!r}, {dict(operands)!r})")
 
 
+def attention(score: str, captured: Sequence[tuple[str, str, str]]) -> Op:
+    """The op of an attention whose scores an expression changes; ``captured`` are the arrays that this reads."""
+    op = changed_scores.op_of(Own(score, "", tuple(captured)))
+    return _noted(op, f"attention({score!r}, {tuple(captured)!r})")
+
+
 def register(op: Op) -> None:
     """Register an op with torch and its lowering with Inductor."""
     define(op).lower()
 
 
-_MAKERS: dict[str, Callable[..., Op]] = {"linear": linear, "fused": fused}
+_MAKERS: dict[str, Callable[..., Op]] = {"linear": linear, "fused": fused, "attention": attention}
 
 
 @cache

@@ -108,8 +108,7 @@ class Chooser:
         """
         given = dict(zip(call.op.inputs, (node and example(node) for node in call.arrays), strict=True))
         if name == "attention":
-            if not computes(given["q"]):
-                raise Refused("attention takes 16 bits, on a CPU or Hopper")
+            _check_attention(given["q"], given["k"])
             return None
         x = given["x"]
         rows, k = (hint(size) for size in (x.numel() // x.shape[-1], x.shape[-1]))
@@ -128,6 +127,14 @@ class Chooser:
         halves = [t for key, t in given.items() if key in ("w_gate", "w_up", "w_gate_up")]
         weight = torch.cat(halves, 1 if transposed else 0)
         return _gain(mlp_ops(transposed).gated, [x, weight], call.attrs)
+
+
+def _check_attention(q: torch.Tensor, k: torch.Tensor) -> None:
+    """Refuse an attention that has no kernel, or of which products are faster."""
+    if not computes(q):
+        raise Refused("attention takes 16 bits, on a CPU or Hopper")
+    if target_of(q.device) is not None and (why := neutral.too_few_queries(tuple(q.shape), tuple(k.shape))):
+        raise Refused(why)
 
 
 def _gain(op: Op, tensors: Sequence[torch.Tensor | None], attrs: Sequence[Any]) -> float | None:

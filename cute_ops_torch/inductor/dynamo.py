@@ -148,6 +148,10 @@ class DynamoFront(Front):
         self._effects += [each for each in self._reads(node) if isinstance(each, Value)]
 
     def _hold(self, node: Node, value: Value) -> None:
+        if example(node).requires_grad:
+            self.graph.fixed.discard(value)
+        elif value not in self.holders:
+            self.graph.fixed.add(value)
         self.holders[value].append(Holder(node, self.place[node]))
         self._unnoted.append(node)
 

@@ -6,10 +6,10 @@ has changed.
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from math import isclose
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +27,8 @@ from cute_ops.expressions.graph import Expression, copied
 from cute_ops.expressions.graph import Graph as Nodes
 from cute_ops.expressions.text import text_of
 from cute_ops.fusion.analyse import Found
+from cute_ops.fusion.attention import Read
+from cute_ops.fusion.changed_scores import functions_of
 from cute_ops.fusion.choose import Choice, is_whole
 from cute_ops.fusion.composite import Composite
 from cute_ops.fusion.declare import declaration, is_expanded, is_of_example, operand_dtypes, with_dtypes
@@ -113,14 +115,14 @@ class Emitter:
                 "gated_mlp": self._gated_mlp, "mlp": self._mlp, "qkv_rope": self._qkv_rope,
                 "linear_add_rmsnorm": self._linear_add_rmsnorm, "attention": self._attention,
             }  # fmt: skip
-            finish = {"qkv_rope": self._heads, "attention": self._attended}.get(found.name)
+            finish = {"qkv_rope": lambda outs, each: self._heads(outs[0], each), "attention": self._attended}
             given = {name: self.array(value) for name, value in found.operands.items()}
             if any(type(example(node)) is not FakeTensor for node in given.values()):
                 raise Refused("an operand is a DTensor or another subclass, of which products are torch's own")
             call = makers[found.name](found, given)
             gain = judge(found.name, call)
             outs = self._called(call)
-            return (outs if finish is None else finish(outs[0], found)), gain
+            return (finish[found.name](outs, found) if found.name in finish else outs), gain
 
     @contextmanager
     def _refusing(self) -> Iterator[None]:
@@ -278,16 +280,29 @@ class Emitter:
         return Call(op, tuple(given[name] for name in op.inputs), (found.attrs["eps"], "auto"), outputs)
 
     def _attention(self, found: Composite, given: dict[str, Node]) -> Call:
-        parts, scores = found.attrs["parts"], found.attrs["scores"]
+        parts, scores, reads = (found.attrs[name] for name in ("parts", "scores", "reads"))
+        op = attention
         if scores.expression is not None:
-            raise Refused("its scores are changed otherwise than by a scale, a window and a soft cap")
+            if self.leaves_python():
+                raise Refused("packages have no attention whose scores an expression changes")
+            own = functions_of(scores, reads)
+            op = recipes.attention(own.score, own.captured)
         arrays = [self._seen(given[name], part.order, part.shape) for name, part in parts.items()]
-        default = isclose(scores.scale, parts["q"].shape[-1] ** -0.5, rel_tol=1e-6)
+        default = math.isclose(scores.scale, parts["q"].shape[-1] ** -0.5, rel_tol=1e-6)
         causal = scores.right == 0
         sides = scores.left, -1 if causal else scores.right
         fixed = torch.are_deterministic_algorithms_enabled()  # Dynamo guards it
         attrs = (0.0 if default else scores.scale, causal, *sides, scores.softcap, fixed)
-        return Call(attention, (*arrays, self._sinks(found, given)), attrs, (0,))
+        captured = [self._as_read(given[f"captured{i}"], read) for i, read in enumerate(reads)]
+        outputs = (0, 1) if found.attrs["unknown"] else (0,)
+        return Call(op, (*arrays, *captured, self._sinks(found, given)), attrs, outputs)
+
+    def _as_read(self, array: Node, read: Read) -> Node:
+        """An array that scores are computed from, by the dims of batch, head, query and key that it has."""
+        if example(array).requires_grad:  # what the analysis took for fixed
+            raise Refused("an array that its scores are computed from has a gradient")
+        whole = self.method("expand", self.method("reshape", array, read.shape), read.sizes)
+        return self.method("contiguous", self._seen(whole, read.order, read.merged))
 
     def _sinks(self, found: Composite, given: dict[str, Node]) -> Node | None:
         """The sinks of heads; None if there are none."""
@@ -299,11 +314,15 @@ class Emitter:
         whole = self.method("expand", self._seen(given["sinks"], sinks.order, sinks.shape), sinks.sizes)
         return self.method("contiguous", self.method("reshape", whole, (-1,)))
 
-    def _attended(self, out: Node, found: Composite) -> list[Node]:
+    def _attended(self, outs: Sequence[Node], found: Composite) -> list[Node]:
         """The result in the order of dims that the program has."""
         sizes, order = found.attrs["out"]  # without dims of one element
         views = found.attrs["views"]
         product = views[0].args[0] if views else found.roots[0]
+        out = outs[0]
+        if len(outs) > 1:  # NaN of queries whose keys are all hidden
+            lse = self.method("unsqueeze", self.method("transpose", outs[1], 1, 2), -1)
+            out = self.function(torch.where, self.function(operator.gt, lse, -math.inf), out, math.nan)
         made = self.method("permute", self.method("reshape", out, sizes), order)
         made = made if shape_of(example(made)) == product.shape else self.method("reshape", made, product.shape)
         for view in views:
