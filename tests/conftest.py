@@ -12,7 +12,7 @@ import sys
 import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from importlib import import_module, metadata
 from itertools import count
@@ -75,6 +75,7 @@ from cute_ops.jit import target  # noqa: E402
 from cute_ops.ops import OPS, PRODUCTS  # noqa: E402
 from cute_ops.ops.attention import config as attention  # noqa: E402
 from tests.drawing import part_of  # noqa: E402
+from tests.gpu_memory import give_back, large_turn  # noqa: E402
 
 # What the second table of features has as columns.
 PRODUCT_NAMES = (
@@ -221,6 +222,17 @@ def pytest_collection_finish() -> None:
         gc.enable()
         gc.freeze()
         gc.set_threshold(10_000, 20, 20)
+
+
+@pytest.hookimpl(hookwrapper=True, tryfirst=True)  # outside of pytest-timeout, which would count the wait
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """On a GPU tests with the mark ``large`` take turns, and what a test has freed is other processes'."""
+    if not target.device_count():
+        yield
+        return
+    with large_turn() if item.get_closest_marker("large") else nullcontext():
+        yield
+        give_back()
 
 
 def pytest_sessionfinish() -> None:

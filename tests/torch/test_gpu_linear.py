@@ -443,6 +443,7 @@ def test_rows_do_not_depend_on_others(config: GemmConfig) -> None:
         assert torch.equal(part(), whole[rows]), what
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("sizes", [(8192, 28672, 4096), (8192, 4096, 14336), (16384, 2048, 8192)], ids=str)
 @every_product
 def test_llama(product: Op, sizes: tuple[int, int, int]) -> None:
@@ -557,6 +558,7 @@ def test_epilogue_of_other_dtypes(dtype: torch.dtype) -> None:
     check_epilogue(op, epilogue_inputs(op, (300,), 520, 264, **others))
 
 
+@pytest.mark.large
 @every_epilogue
 @pytest.mark.parametrize("sizes", [(8192, 14336, 4096), (16384, 3072, 768)], ids=str)
 def test_epilogue_of_models(epilogue: Op, sizes: tuple[int, int, int]) -> None:

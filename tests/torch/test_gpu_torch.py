@@ -309,6 +309,7 @@ def check_some_rows(op: Op, name: str, n: int, dtype: torch.dtype) -> None:
             assert not torch.isnan(o[:: max(m // 4096, 1)]).any()
 
 
+@pytest.mark.large
 @pytest.mark.feature("GPU: more than 2^31 elements, backward too")
 @pytest.mark.parametrize("n", [4096, 262144])
 def test_more_than_2_31_elements(op: Op, n: int) -> None:
@@ -317,6 +318,7 @@ def test_more_than_2_31_elements(op: Op, n: int) -> None:
         torch.cuda.empty_cache()
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("first", ["pages", "heads"])
 def test_slots_of_a_cache_of_more_than_2_31_elements(first: str) -> None:
     """The last page's too, compact and with heads before slots."""

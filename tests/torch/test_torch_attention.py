@@ -173,6 +173,7 @@ def test_every_length(device: str, most: int, d: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.large
 @pytest.mark.slow
 def test_more_than_two_to_the_31_elements() -> None:
     batch = 2**31 // (128 * 8 * 64) + 3

@@ -172,6 +172,7 @@ def test_modes_see_the_scaling_of_gradients_that_are_known() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.large
 def test_more_than_2_31_elements() -> None:
     gradient = torch.full((2**31 + 4099,), 3.0, dtype=torch.bfloat16, device="cuda")
     assert (scale_gradient_(gradient, torch.tensor(0.5, device="cuda")) == 1.5).all()
