@@ -145,7 +145,7 @@ def test_examples_of_any_sizes_fit_a_cta() -> None:
             vectors = kernel.vec * kernel.threads * kernel.per_thread * held
             sums = 4 * kernel.of_width * (kernel.depth * kernel.together + (4 - inputs) * kernel.helpers)
             exchanged = kernel.cluster * kernel.numbers.stages
-            sums += 8 * kernel.of_block * (exchanged + 1) + 8 * kernel.width * (inputs > 1)
+            sums += 8 * kernel.of_block * (exchanged + 1) + 12 * kernel.width * (inputs > 1)
             taken = sums + vectors * (kernel.config.form != "passes")
             assert kernel.threads <= MAX_THREADS, told
             assert kernel.config.form != "held" or kernel.config.clusters > 0, told

@@ -154,7 +154,7 @@ def examples(problem: Problem) -> GroupConfig:
             part, blocks = math.gcd(vec, channels // groups), -(-width * groups // channels)
             taken = slot + 8 * threads * (vec // part) + 12 * max(threads, width) + 8 * blocks * (cluster + 1)
         else:
-            taken = slot + 4 * threads * vec + 16 * max(threads, width)
+            taken = slot + 4 * threads * vec + 16 * max(threads, width) + 4 * width * ("weight" in problem.dtypes)
         resident = max(min(of_sm // threads, room // taken, limits.ctas), 1)
         return GroupConfig(form, threads, cluster, resident, width=width, vec=vec), taken
 
