@@ -5,6 +5,7 @@ code.
 from __future__ import annotations
 
 import math
+import random
 import re
 import secrets
 from collections.abc import Callable
@@ -100,7 +101,7 @@ COSTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "sm_count"), list(product(COSTS, [132, 114])))
+@pytest.mark.parametrize(("name", "sm_count"), list(product(COSTS, [132, 114, 5, 1])))
 def test_every_config_fits_an_sm(name: str, sm_count: int) -> None:
     cost = COSTS[name]
     for config in configs("sm_90a", sm_count, cost):
@@ -222,6 +223,21 @@ def test_products_that_cublas_makes_faster(op: Op, sizes: tuple[int, int, int], 
     m, n, k = sizes
     chosen = fallback(bind(op, arrays(op, (m,), n, k)), {}, TARGET)
     assert (chosen is None) == ours
+
+
+@pytest.mark.parametrize("op", [*PRODUCTS, linear_dweight_add, linear_add], ids=lambda op: op.name)
+def test_products_of_nothing_and_on_any_number_of_sms(op: Op) -> None:
+    """Of drawn sizes: a product has a config, and none of more CTAs than SMs; those of nothing are not launched."""
+    seed = secrets.randbelow(1 << 30)
+    rng = random.Random(seed)
+    for zero in ((), ("m",), ("n",), ("k",), ("m", "n", "k")):
+        sms, sizes = rng.choice((1, 2, 3, rng.randint(4, 200))), {d: 8 * rng.randint(1, 600) for d in "mnk"}
+        sizes |= dict.fromkeys(zero, 0)
+        target, said = parse(f"sm_90a:{sms}"), f"seed {seed}: {sizes} on {sms} SMs"
+        binding = bind(op, arrays(op, (sizes["m"],), sizes["n"], sizes["k"]))
+        config = GemmConfig.of(plan(binding, {}, target).variant.config)
+        assert config.form == "mma_sync" or 1 <= config.clusters * config.ctas <= sms, said
+        fallback(binding, {}, target)
 
 
 # --- what the kernel takes -----------------------------------------------------------------------------------------

@@ -179,7 +179,7 @@ def _their_ways(size: GemmSize, sm_count: int) -> Iterator[tuple[GemmConfig, Gem
         tiles = parts * size.batch * -(-each.m // m) * -(-each.n // n)
         if parts == 1 or (size.k >= parts * LEAST_TERMS and tiles <= WAVES_OF_PARTS * sm_count):
             for c, r in THEIR_CLUSTERS:
-                yield GemmConfig("cooperative", m, n, 4, sm_count // (c * r), c, r), each, parts
+                yield GemmConfig("cooperative", m, n, 4, max(sm_count // (c * r), 1), c, r), each, parts
 
 
 def _in_parts(config: GemmConfig, size: GemmSize, parts: int, sm_count: int) -> float:

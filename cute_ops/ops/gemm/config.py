@@ -99,11 +99,12 @@ class GemmSize(NamedTuple):
     @classmethod
     def of(cls, problem: Problem, dims: tuple[str, str, str], strides: Sequence[int]) -> GemmSize:
         """From the names of the dims of rows, columns and terms, and both operands' strides, in 16-bit elements. TMA
-        loads those off a vector from copies whose rows begin at lines.
+        loads those off a vector from copies whose rows begin at lines. A product of nothing, which is not launched, has
+        the config of one element.
         """
-        m, n, k = map(problem.size, dims)
+        m, n, k = (max(problem.size(dim), 1) for dim in dims)
         dividing = [math.gcd(stride * OPERAND_BYTES[0], LINE) for stride in strides]
-        return cls(m, n, k, batch_of(problem), *(OFF_A_LINE.get(each, 1.0) for each in dividing))
+        return cls(m, n, k, max(batch_of(problem), 1), *(OFF_A_LINE.get(each, 1.0) for each in dividing))
 
     @property
     def multiply_adds(self) -> int:
@@ -178,6 +179,8 @@ def configs(arch: str, sm_count: int, cost: EpilogueCost = PLAIN) -> tuple[GemmC
 
 def _configs(arch: str, sm_count: int, cost: EpilogueCost) -> Iterator[GemmConfig]:
     for config in _shapes(sm_count):
+        if not config.clusters:
+            continue
         columns, stored = config.tile_n // (1 + cost.gate_up), config.stored_n // (1 + cost.gate_up)
         if columns % (cost.blocks * config.cluster_m) or stored % cost.group:
             continue
@@ -205,11 +208,15 @@ def _shapes(sm_count: int) -> Iterator[GemmConfig]:
 
 def _at_once(sm_count: int, ctas: int) -> int:
     """Clusters of so many CTAs that run at once: those of three or four leave up to two SMs of each group. So 30 of
-    four ran on the H200 that was measured; on another it may be 29. A group has 16 SMs at least for larger ones.
+    four ran on the H200 that was measured; on another it may be 29. A group has 16 SMs at least for larger ones. None
+    where there are fewer SMs.
     """
+    found = sm_count // ctas
+    if ctas <= 2:
+        return found
     if ctas <= 4:
-        return sm_count // ctas if ctas <= 2 else max((sm_count - 2 * -(-sm_count // GPC_SMS)) // ctas, 1)
-    return max(sm_count // (GPC_SMS - 2) * ((GPC_SMS - 2) // ctas), 1)
+        return min(found, max((sm_count - 2 * -(-sm_count // GPC_SMS)) // ctas, 1))
+    return min(found, max(sm_count // (GPC_SMS - 2) * ((GPC_SMS - 2) // ctas), 1))
 
 
 def _with_stages(config: GemmConfig, arch: str, cost: EpilogueCost) -> Iterator[GemmConfig]:
