@@ -96,9 +96,10 @@ def compile_times(folder: Path) -> str:
         seconds.setdefault((r["model"], r["commit"]), {})[r["contender"]] = float(r["warm_up_s"])
     both = {m: s[PASS] / s[COMPILED] for (m, _), s in seconds.items() if {PASS, COMPILED} <= s.keys()}
     gpu, least, most = rows[0]["gpu"].split()[-1], min(both.values()), max(both.values())
+    days = dates(r for r in rows if r["model"] in both and r["contender"] == PASS)
     return (
         f"On the host of an {gpu}, compiling a training step with the pass took {least:.2f} to {most:.2f} of the time "
-        f"without it, kernels included ({', '.join(both)})."
+        f"without it, kernels included ({', '.join(both)}; {days})."
     )
 
 
