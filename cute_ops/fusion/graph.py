@@ -69,7 +69,7 @@ class Graph:
     ) -> Node:
         """A node of an operation, as given; the methods below bring what they make into its normal form."""
         unique = op in ("input", "opaque")
-        key = None if unique else (op, attr, shape, dtype, *[arg.index for arg in args])
+        key = None if unique else _key(op, args, attr, shape, dtype)
         found = None if unique else self._known.get(key)
         if found is None:
             found = Node(op, tuple(args), attr, shape, dtype)
@@ -80,6 +80,21 @@ class Graph:
             if not unique:
                 self._known[key] = found
         return found
+
+    def sort(self) -> None:
+        """Bring nodes that got other arguments into an order in which arguments come first again."""
+        order, done, waiting = list[Node](), set[Node](), self.nodes[::-1]
+        while waiting:
+            missing = [arg for arg in waiting[-1].args if arg not in done]
+            waiting += missing
+            if not missing and (node := waiting.pop()) not in done:
+                done.add(node)
+                order.append(node)
+        self.nodes = order
+        for i, node in enumerate(order):
+            node.index = i
+        known = (node for node in self._known.values() if node.op != "opaque")
+        self._known = {_key(node.op, node.args, node.attr, node.shape, node.dtype): node for node in known}
 
     def input(self, shape: Shape, dtype: str) -> Node:
         return self.make("input", (), None, shape, dtype)
@@ -380,6 +395,10 @@ def _of_floats(x: Node) -> Node:
 
 def _is_product(x: Node) -> bool:
     return (x.op, x.attr) == ("primitive", "multiply")
+
+
+def _key(op: str, args: Sequence[Node], attr: Hashable, shape: Shape, dtype: str) -> Hashable:
+    return op, attr, shape, dtype, *[arg.index for arg in args]
 
 
 def _is_one_hot(x: Node) -> bool:

@@ -76,10 +76,23 @@ def _find_head(
 
 
 def _may_give(call: Named, beside: Sequence[Beside]) -> bool:
-    """Whether a loss' call may give other values: if they come after all that it reads."""
+    """Whether a loss' call may give other values: if nothing that it reads is computed from them."""
     n = call.nodes[0].shape[-1] if call.op == "cross_entropy" else call.shapes[1][int(call.attrs["transposed"])]
     few = isinstance(n, int) and n <= MOST_CLASSES
-    return few and all(arg.index < each.node.index for each in beside for arg in call.nodes)
+    return few and not _depend(call.nodes, {each.node for each in beside})
+
+
+def _depend(nodes: Sequence[Node], others: set[Node]) -> bool:
+    """Whether one of some nodes is computed from one of the others, or is one."""
+    first, waiting, seen = min(node.index for node in others), list(nodes), set(nodes)
+    while waiting:
+        node = waiting.pop()
+        if node in others:
+            return True
+        new = [arg for arg in node.args if arg.index >= first and arg not in seen]
+        waiting += new
+        seen.update(new)
+    return False
 
 
 def _become_with(graph: Graph, node: Node, call: Named, beside: Sequence[Beside]) -> None:
@@ -89,6 +102,8 @@ def _become_with(graph: Graph, node: Node, call: Named, beside: Sequence[Beside]
     _become(graph, node, call._replace(op=f"{call.op}_metrics", attrs=attrs, beside=nodes))
     for each in nodes:
         _become(graph, each, Named("beside", nodes=call.nodes))
+    if any(arg.index > each.index for arg in call.nodes for each in nodes):
+        graph.sort()
 
 
 def _of_soft_rows(graph: Graph, call: Named, exact: bool) -> Named | None:

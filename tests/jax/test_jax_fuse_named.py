@@ -439,6 +439,13 @@ WITH_METRICS: dict[str, tuple[Function, str]] = {
         lambda x, t: (one_hot(x.astype(jnp.float32), t), jax.nn.logsumexp(x, -1).mean()),
         "linear_cross_entropy_metrics",
     ),
+    "z-loss before labels": (
+        lambda x, t: (
+            jnp.square(lse := jax.nn.logsumexp(x, -1)).mean(),
+            (lse - jnp.take_along_axis(x, jnp.clip(t - 1, 0)[..., None], -1)[..., 0]).mean(),
+        ),
+        "linear_cross_entropy_metrics",
+    ),
     "both, of smoothed losses": (
         lambda x, t: (t5x(x, smoothed_rows(t)), x.argmax(-1), jnp.log(jnp.exp(x).sum(-1))),
         "linear_cross_entropy_metrics",
