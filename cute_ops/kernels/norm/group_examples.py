@@ -257,18 +257,15 @@ class GroupExamples:
         return total
 
     @cute.jit
-    def of_group(
-        self, sums: cutlass.Constexpr, group: Int32, which: cutlass.Constexpr, sWeight: cutlass.Constexpr = None
-    ):  # fmt: skip
-        """The sum of a group over this CTA, of channels times their weights; a warp calls it."""
-        total = Float32(0.0)
+    def of_group(self, sums: cutlass.Constexpr, group: Int32, sWeight: cutlass.Constexpr):
+        """Both sums of a group over this CTA, of channels times their weights; a warp calls it."""
+        totals = [Float32(0.0) for _ in range(2)]
         for j in cutlass.range(cute.arch.lane_idx(), self.of_each * self.helpers, WARP, unroll=1):
             column = group * self.of_each + j % self.of_each
-            found = sums[1][column, j // self.of_each, which]
-            if const_expr(sWeight is not None):
-                found = found * sWeight[column]
-            total = total + found
-        return cute.arch.warp_reduction(total, operator.add)
+            weight = Float32(1.0) if const_expr(sWeight is None) else sWeight[column]
+            found = [sums[1][column, j // self.of_each, which] * weight for which in range(2)]
+            totals = [total + each for total, each in zip(totals, found)]
+        return [cute.arch.warp_reduction(total, operator.add) for total in totals]
 
     def of_groups(self, number, place):
         """``number`` of the groups of this thread's channels, each computed once."""
@@ -391,8 +388,7 @@ class GroupExamplesBackward(GroupExamples):
         self._sum(tensors, slots, kept, place, found, numbers)
         self.add_up(found, sums, place)
         cute.arch.barrier()
-        for which in cutlass.range_constexpr(2):
-            self._tell(sums, which, sWeight)
+        self._tell(sums, sWeight)
         self._tell_channels(tensors, sums, owned, start)
         self.numbers.wait(sums[2], 0)
         let_next_start(self.pdl)
@@ -419,11 +415,12 @@ class GroupExamplesBackward(GroupExamples):
                 sWeight[i] = gW[cutlass.min(start + i, self.c - 1)].to(Float32)
 
     @cute.jit
-    def _tell(self, sums: cutlass.Constexpr, which: cutlass.Constexpr, sWeight: cutlass.Constexpr):
-        """Tell the cluster the sums of this CTA's groups, of channels times their weights."""
+    def _tell(self, sums: cutlass.Constexpr, sWeight: cutlass.Constexpr):
+        """Tell the cluster both sums of each of this CTA's groups, of channels times their weights."""
         for group in cutlass.range(cute.arch.thread_idx()[0] // WARP, self.of_block, self.threads // WARP, unroll=1):
-            total = self.of_group(sums, group, which, sWeight)
-            self.numbers.send(sums[2], group + which * self.of_block, total, 0)
+            totals = self.of_group(sums, group, sWeight)
+            for which in cutlass.range_constexpr(2):
+                self.numbers.send(sums[2], group + which * self.of_block, totals[which], 0)
 
     def _means(self, sums, place, which):
         """The means of a number over the groups of this thread's channels."""
