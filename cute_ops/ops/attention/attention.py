@@ -22,6 +22,7 @@ from cute_ops.expressions.reads import BOOL, FLOAT, INT, Mod
 from cute_ops.expressions.reference import evaluate
 from cute_ops.ops.attention import config, mods
 from cute_ops.ops.attention.captured import captured_bwd
+from cute_ops.ops.attention.reads import sums_of_read
 from cute_ops.ops.attention.sequences import Sequences, Where, fill_offsets
 from cute_ops.ops.attention.softmax import softmax
 from cute_ops.ops.checks import MOST_FACTOR
@@ -347,6 +348,11 @@ def declare(name: str, own: mods.Own = mods.NONE, packed: bool = False) -> Op:
         tuning=Tuning(partial(config.attention_bwd, own), workspace=partial(config.workspace_bwd, own)),
         doc=BACKWARD_DOC.replace("attention`", "attention_packed`") if packed else BACKWARD_DOC,
     )  # fmt: skip
+    sums = partial(sums_of_read, f"{name}_bwd_sums", own, inputs=read, common=common, fallback=by_framework)
+    of_captured = partial(
+        captured_bwd, own, inputs=read, common={**common, "dtypes": wide}, sums=None if packed else sums
+    )
+    gradients = [of_captured(i, f"{name}_bwd_{own.captured[i][0]}") for i in mods.differentiable(own)]
     return Op(
         name,
         inputs=given,
@@ -356,7 +362,7 @@ def declare(name: str, own: mods.Own = mods.NONE, packed: bool = False) -> Op:
         fallback=by_framework(forward, [*given], ("out", "lse")),
         kernel=Kernel("cute_ops.kernels.attention.fwd:attention_fwd"),
         tuning=Tuning(partial(config.attention, own), workspace=partial(config.workspace, own)),
-        grad=(bwd, captured_bwd(f"{name}_bwd_captured", own, read, {**common, "dtypes": wide})) if wanted else bwd,
+        grad=(bwd, *gradients) if gradients else bwd,
         no_gradient=tuple(name for name, kind, _ in own.captured if kind == FLOAT and name not in wanted),
         doc=PACKED_DOC if packed else DOC,
     )  # fmt: skip

@@ -163,7 +163,7 @@ def _attention_by_warps(own: mods.Own, problem: Problem, cached: bool = False) -
 
 def _changes(own: mods.Own, problem: Problem) -> dict[str, Any]:
     """The expressions of a forward kernel."""
-    mask, bounds = _mask(own, problem)
+    mask, bounds = mask_of(own, problem)
     score = mods.score_of(problem.attrs["softcap"], own.score)
     return {"mask": mask, "bounds": bounds, "score": score.text if score else ""}
 
@@ -171,7 +171,7 @@ def _changes(own: mods.Own, problem: Problem) -> dict[str, Any]:
 def attention_bwd(own: mods.Own, problem: Problem) -> AttentionBackwardConfig:
     """Tiles of as many keys and queries as registers and shared memory hold."""
     score = mods.score_of(problem.attrs["softcap"], own.score)
-    changes = *_mask(own, problem), *((score.text, text_of(mods.gradient_of(score))) if score else ("", ""))
+    changes = *mask_of(own, problem), *((score.text, text_of(mods.gradient_of(score))) if score else ("", ""))
     size, d, tiles = _headdim(problem), problem.dims["d"], _of_size(BACKWARD, problem)
     e, one_pass = problem.dims["e"], not problem.attrs["deterministic"]
     if not by_warpgroups(problem.arch):
@@ -261,7 +261,7 @@ def _that_fits(configs: Iterable[C], problem: Problem) -> C:
 def workspace(own: mods.Own, problem: Problem, config: Config) -> dict[str, Array | None]:
     """The tables of what the mask reads, over the tiles of the forward."""
     chosen = AttentionConfig.of(config)
-    return _tables(own, problem, {"queries": chosen.block, "keys": chosen.tile_n})
+    return tables(own, problem, {"queries": chosen.block, "keys": chosen.tile_n})
 
 
 def workspace_cached(own: mods.Own, problem: Problem, config: Config) -> dict[str, Array | None]:
@@ -303,8 +303,8 @@ def workspace_bwd(own: mods.Own, problem: Problem, config: Config) -> dict[str, 
         keys = _blocks(problem, "t", chosen.tile_k) * chosen.tile_k
         sums = Array((2 * problem.m, dims["g"], keys, _headdim(problem)), "float32")
     of_rows = Array((*rows, length), "float32")
-    first = _tables(own, problem, {"queries": chosen.block, "keys": chosen.tile_k})
-    second = _tables(own, problem, {"queries": chosen.tile_q, "keys": _block_of_keys(problem, chosen)})
+    first = tables(own, problem, {"queries": chosen.block, "keys": chosen.tile_k})
+    second = tables(own, problem, {"queries": chosen.tile_q, "keys": _block_of_keys(problem, chosen)})
     return {
         "delta": of_rows, "logs": of_rows if chosen.one_pass == "keys" else None, "sums": sums, "parts": of_parts,
         "turns": turns,
@@ -334,7 +334,7 @@ def _parts_of_keys(own: mods.Own, problem: Problem, config: AttentionBackwardCon
     sequences = max(dims["b"], 1) if _is_packed(problem) else 1  # of which only the mean length is known
     queries = dims["s"] // sequences
     seen = queries if window is None else min(queries, window + block)
-    falls = blocks // sequences if _mask(own, problem)[0] and window is None else 0
+    falls = blocks // sequences if mask_of(own, problem)[0] and window is None else 0
     of_head = dims["s"] * dims["r"] * ITEMSIZE["bfloat16"] * (dims["d"] + dims["e"])
     together, slots = max(HELD_BYTES // max(of_head, 1), 1), max(problem.sm_count, 1)
 
@@ -381,7 +381,7 @@ def _end_of_blocks(
     return max(ends)
 
 
-def _tables(own: mods.Own, problem: Problem, tiles: Mapping[str, int]) -> dict[str, Array | None]:
+def tables(own: mods.Own, problem: Problem, tiles: Mapping[str, int]) -> dict[str, Array | None]:
     """Tables of tiles of so many queries and keys."""
     blocks = {
         name: (problem.m, _blocks(problem, dim, tile)) for (name, tile), dim in zip(tiles.items(), "st", strict=True)
@@ -612,7 +612,7 @@ def _headdim(problem: Problem) -> int:
     return int(max(problem.dims["d"], problem.dims["e"]))
 
 
-def _mask(own: mods.Own, problem: Problem) -> tuple[str, str]:
+def mask_of(own: mods.Own, problem: Problem) -> tuple[str, str]:
     """The texts of the mask and of its bounds; empty without one."""
     attrs = problem.attrs
     mask = mods.mask_of_call(attrs, own.mask)
