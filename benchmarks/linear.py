@@ -406,7 +406,7 @@ def tflops(sizes: dict[str, int], us: float) -> float:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, default=Path("out/benchmarks"), help="folder for linear.csv")
     parser.add_argument("--ops", nargs="*", default=[op.name for op in OPS], choices=[op.name for op in OPS])
     parser.add_argument("--shapes", default="", help="only cases in whose names this pattern is found")
     parser.add_argument("--configs", help="of ours those whose names this pattern finds, instead of the chosen one")

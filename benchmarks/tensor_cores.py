@@ -197,7 +197,7 @@ def write(row: dict[str, Any], readings: dict[Name, Reading], table: Table, cons
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, default=Path("out/benchmarks"), help="folder for tensor_cores.csv")
     parser.add_argument("--ops", nargs="*", default=[op.name for op in OPS], choices=[op.name for op in OPS])
     parser.add_argument("--shapes", default="8b-gate-up", help="cases in whose names this pattern is found")
     parser.add_argument("--configs", default=CONFIGS, help="beside the chosen one, those whose names this finds")
