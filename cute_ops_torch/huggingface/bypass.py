@@ -87,15 +87,8 @@ def reads(function: Any) -> Callable[[], bool]:
     Functions of that module count with what they read.
     """
     function = inspect.unwrap(function)
-    home, scope = sys.modules.get(function.__module__), function.__globals__
-    read, pending = dict[str, Any](), [function]
-    while pending:
-        for name in _globals_of(pending.pop().__code__):
-            if name in scope and name not in read and not isinstance(scope[name], types.ModuleType):
-                read[name], inner = scope[name], inspect.unwrap(scope[name])
-                if isinstance(inner, types.FunctionType) and inner.__globals__ is scope:
-                    pending.append(inner)
-    if not read or home is None or vars(home) is not scope:
+    home, scope, read = sys.modules.get(function.__module__), function.__globals__, read_globals(function)
+    if not read or home is None:
         return _always
     find = itemgetter(*read)
     known = find(scope)
@@ -106,6 +99,20 @@ def reads(function: Any) -> Callable[[], bool]:
         return find(scope) == known  # type: ignore[no-any-return]
 
     return same
+
+
+def read_globals(function: Any) -> dict[str, Any]:
+    """The globals that a function and those of its module that it calls read, but for modules."""
+    function = inspect.unwrap(function)
+    home, scope = sys.modules.get(function.__module__), function.__globals__
+    read, pending = dict[str, Any](), [function]
+    while pending:
+        for name in _globals_of(pending.pop().__code__):
+            if name in scope and name not in read and not isinstance(scope[name], types.ModuleType):
+                read[name], inner = scope[name], inspect.unwrap(scope[name])
+                if isinstance(inner, types.FunctionType) and inner.__globals__ is scope:
+                    pending.append(inner)
+    return read if home is not None and vars(home) is scope else {}
 
 
 def _globals_of(code: types.CodeType) -> set[str]:

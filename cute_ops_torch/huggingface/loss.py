@@ -191,7 +191,7 @@ def _stand_in(module: Any, path: str, product: Callable[[Tensor], Any]) -> Any:
         return _Head(child, product)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        forward = type(child).forward
+        forward: Any = getattr(type(child), "forward", None)
         if not calls(child, forward):
             return child(*args, **kwargs)
         return forward(Bypassed(child, {rest.partition(".")[0]: _stand_in(child, rest, product)}), *args, **kwargs)

@@ -28,6 +28,7 @@ from cute_ops_torch.huggingface.residual_norm import Norm
 from cute_ops_torch.huggingface.trial import (
     agreeing_ranks,
     all_close,
+    attributes_of_class,
     is_plain,
     is_shape,
     names_of,
@@ -119,10 +120,11 @@ def _takes_one(forward: Any) -> bool:
 
 
 def state_of(module: nn.Module) -> tuple[tuple[str, Any], ...]:
-    """The numbers, flags, texts and functions that a module and the modules in it have as attributes."""
+    """The numbers, flags, texts and functions that a module, the modules in it and their classes have as attributes."""
     return tuple(
         (f"{name}.{key}", value)
-        for name, child in module.named_modules() for key, value in vars(child).items()
+        for name, child in module.named_modules()
+        for key, value in {**attributes_of_class(type(child)), **vars(child)}.items()
         if is_plain(value) and key not in ("training", "_is_hf_initialized")
         and not key.startswith("_cute")
     )  # fmt: skip
@@ -130,7 +132,7 @@ def state_of(module: nn.Module) -> tuple[tuple[str, Any], ...]:
 
 def _replacement(module: nn.Module, n: int, state: Any) -> Replacement | None:
     try:
-        meaning, ranks = _checked_meaning(module, n, state)
+        meaning, ranks = checked_meaning(module, n, state)
         if meaning is None:
             return None
     except Exception as error:  # a forward may raise, or branch on what a trace does not know
@@ -162,7 +164,7 @@ def _read_norm(meaning: Meaning, ours: Any) -> Callable[[Any], Norm | None]:
     return read
 
 
-def _checked_meaning(module: nn.Module, n: int, state: Any) -> tuple[Meaning | None, frozenset[int]]:
+def checked_meaning(module: nn.Module, n: int, state: Any) -> tuple[Meaning | None, frozenset[int]]:
     """The op that a module computes, which another process or a trace found, if it agrees with the original; and the
     numbers of dims of inputs for which it does.
     """

@@ -89,7 +89,7 @@ def _gelu(self: nn.Module, input: torch.Tensor) -> Any:
 
 def _computes(activation: nn.Module) -> str | None:
     """The function that calling an activation computes: SiLU, or GELU in this approximation; None: anything else."""
-    forward = type(activation).forward
+    forward: Any = getattr(type(activation), "forward", None)
     kind = _KINDS.get(forward)
     if kind is None or not calls(activation, forward):
         return None
@@ -109,7 +109,7 @@ def approximation(activation: Any) -> str | None:
 
 def _learn(activation: Any) -> str | None:
     """Add an activation's ``forward`` to the known ones; returns its kind, None if no function of ours computes it."""
-    forward = type(activation).forward
+    forward: Any = getattr(type(activation), "forward", None)
     kind = _DIGESTS.get(source_digest(forward) or "")
     if kind is not None:
         _KINDS.setdefault(forward, kind)

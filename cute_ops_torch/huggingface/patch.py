@@ -75,7 +75,8 @@ def patch(
     Parameters and state dict stay as they are; :func:`unpatch` undoes it. On a GPU, weights of linear layers that read
     the same input (gate and up; queries, keys and values) move to one piece of memory: patch before CUDA graphs are
     captured, and after the model is on the device and in the dtype that it trains in. To pickle the whole model (not
-    its state dict), unpatch it first. A language model in training mode that is given ``labels`` (of the next token, of
+    its state dict), unpatch it first. Where the default dtype is not float32, that of the process is float32 meanwhile,
+    also for other threads. A language model in training mode that is given ``labels`` (of the next token, of
     masked ones, of a translation) computes the loss straight from the hidden states, and returns ``logits=None``: they
     never exist, unless ``logits`` asks for them, or the model returns a tuple (``return_dict=False``).
 
@@ -216,7 +217,11 @@ def _matching(module: nn.Module, model: nn.Module, logits: bool) -> list[Replace
         if not found:
             module.__class__ = patched
         return found
-    if "forward" in vars(module) or hasattr(type(module), "_cute_original") or innermost(type(module).forward) is None:
+    if (
+        "forward" in vars(module)
+        or hasattr(type(module), "_cute_original")
+        or innermost(getattr(type(module), "forward", None)) is None
+    ):
         return []  # its forward is replaced already, or hidden by a decorator
     first = _first(module, model, logits)
     op = first.op if first else ""

@@ -12,11 +12,12 @@ from torch import nn
 from cute_ops_torch.composite.block import mlp
 from cute_ops_torch.huggingface.bypass import calls, is_plain, is_plain_linear, parameter, takes
 from cute_ops_torch.huggingface.match import Forward, Replacement, innermost, rebind
-from cute_ops_torch.huggingface.meaning import meaning_of
+from cute_ops_torch.huggingface.meaning import checked_meaning, state_of
 from cute_ops_torch.huggingface.mlp import approximation
 from cute_ops_torch.huggingface.source import source_digest
 from cute_ops_torch.huggingface.statements import Step, steps_of, with_call
 from cute_ops_torch.huggingface.sums import add
+from cute_ops_torch.huggingface.trial import attributes_of_class
 
 Tensor = torch.Tensor
 # `forward` of GPT-2's Conv1D, a linear layer whose weight is transposed.
@@ -32,6 +33,8 @@ _DIGESTS = {"2bdc4d94c9296936": "silu", "264bef87d559fca3": "quick_gelu", "4587a
 _ACTIVATIONS: dict[Forward | tuple[type, Forward], str] = {
     nn.SiLU.forward: "silu", nn.ReLU.forward: "relu", nn.GELU.forward: _APPROXIMATE,
 }  # fmt: skip
+# The attributes of their classes then.
+_SHARED: dict[Any, tuple[tuple[str, Any], ...]] = {}
 
 
 class Layers(NamedTuple):
@@ -147,6 +150,8 @@ def activation_of(act: Any) -> str | None:
     name = _ACTIVATIONS.get(forward) or _ACTIVATIONS.get((original, forward))
     if name is None or not calls(act, kind.forward):
         return None
+    if any(getattr(act, key, None) != value for key, value in _SHARED.get((original, forward), ())):
+        return None
     if name != _APPROXIMATE:
         return name
     return {"tanh": "gelu_tanh", "none": "gelu", None: None}[approximation(act)]
@@ -155,12 +160,14 @@ def activation_of(act: Any) -> str | None:
 def learn(act: nn.Module) -> str | None:
     """:func:`activation_of` an activation, whose ``forward`` is known by identity from now on."""
     kind: Any = getattr(type(act), "_cute_original", type(act))
-    forward = kind.forward
+    forward = getattr(kind, "forward", None)
+    if forward is None:  # of a script module
+        return None
     if forward not in _ACTIVATIONS and (kind, forward) not in _ACTIVATIONS:
         if name := _DIGESTS.get(source_digest(forward) or ""):
             _ACTIVATIONS[forward] = name
         elif name := _written_out(act):
-            _ACTIVATIONS[kind, forward] = name
+            _ACTIVATIONS[kind, forward], _SHARED[kind, forward] = name, tuple(attributes_of_class(kind).items())
         else:
             return None
     return activation_of(act)
@@ -173,7 +180,7 @@ def _written_out(act: nn.Module) -> str | None:
     if own or holds or type(act).forward.__module__.startswith("torch."):
         return None
     try:
-        found = meaning_of(act, 12)
+        found, _ = checked_meaning(act, 12, state_of(act))
     except Exception:  # a forward may raise, or branch on what a trace does not know
         return None
     if found is None or found.tensors != (("x", ""),):
@@ -191,7 +198,7 @@ _METHODS: dict[Any, Forward] = {}
 
 def _has_chunks(layer: Any) -> bool:
     """Whether a layer passes a method with an MLP to `apply_chunking_to_forward`."""
-    forward = innermost(type(layer).forward)
+    forward = innermost(getattr(type(layer), "forward", None))
     names = forward.__code__.co_names if forward else ()
     if "apply_chunking_to_forward" not in names:
         return False

@@ -67,7 +67,7 @@ def caller(module: Any, model: Any) -> tuple[ast.FunctionDef, str] | None:
     for parent in model.modules():
         name = next((name for name, child in parent.named_children() if child is module), None)
         if name is not None:
-            tree = definition(type(parent).forward)
+            tree = definition(getattr(type(parent), "forward", None))
             return None if tree is None else (tree, f"{tree.args.args[0].arg}.{name}")
     return None
 

@@ -8,12 +8,18 @@ from __future__ import annotations
 
 import logging
 import types
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import starmap
+from itertools import starmap
 from typing import Any
 
 import torch
 from torch import nn
+
+from cute_ops_torch.huggingface.bypass import read_globals
+from cute_ops_torch.huggingface.read_names import Names, noted
 
 log = logging.getLogger("cute_ops")
 _HELD = ("_parameters", "_buffers", "_modules")
@@ -47,10 +53,12 @@ class Seen:
 @contextmanager
 def same_everywhere() -> Iterator[None]:
     """A context that is the same wherever it is entered: float32 by default, on the CPU, without autocast or inference
-    mode. At its end the program's random numbers go on where they were.
+    mode. At its end the program's random numbers go on where they were. A default dtype is one of the process: where it
+    is another one, other threads have float32 meanwhile, too.
     """
     default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
+    if changes := default is not torch.float32:
+        torch.set_default_dtype(torch.float32)
     try:
         with (
             torch.random.fork_rng(devices=()), torch.device("cpu"), torch.inference_mode(False),
@@ -58,14 +66,16 @@ def same_everywhere() -> Iterator[None]:
         ):  # fmt: skip
             yield
     finally:
-        torch.set_default_dtype(default)
+        if changes:
+            torch.set_default_dtype(default)
 
 
 @contextmanager
 def trial(module: nn.Module, watched: bool = True) -> Iterator[Seen]:
     """Let a module be called without its hooks, and see what it reads; then give it and its submodules back their
     classes and all that they held: a ``forward`` that puts a parametrization on one of them (peft's
-    ``target_parameters``) takes the fake tensors for its weights.
+    ``target_parameters``) takes the fake tensors for its weights. Lists, dicts and sets that they hold get back what
+    they had; tensors that are neither parameters nor buffers do not.
 
     Args:
         watched: whether to see what it reads: its class is a derived one meanwhile.
@@ -73,6 +83,7 @@ def trial(module: nn.Module, watched: bool = True) -> Iterator[Seen]:
     seen = Seen()
     seen.more = any(map(_has_slots, module.modules()))
     before = [(m, type(m), dict(vars(m)), [dict(vars(m)[name]) for name in _HELD]) for m in module.modules()]
+    containers = [*_containers(value for _, _, own, _ in before for key, value in own.items() if key not in _OWN)]
     try:
         for each, cls, _, _ in before:
             vars(each).update((name, type(vars(each)[name])()) for name in _HOOKS)
@@ -89,6 +100,7 @@ def trial(module: nn.Module, watched: bool = True) -> Iterator[Seen]:
             for values, was in [(vars(each), own), *((own[name], was) for name, was in zip(_HELD, held, strict=True))]:
                 values.clear()
                 values.update(was)
+        seen.more = True in [*starmap(_give_back, containers), seen.more]
 
 
 def agreeing_ranks(module: nn.Module, agrees: Callable[[tuple[int, ...]], bool]) -> frozenset[int]:
@@ -98,7 +110,8 @@ def agreeing_ranks(module: nn.Module, agrees: Callable[[tuple[int, ...]], bool])
     """
     found: set[int] = set()
     refused: set[int] = set()
-    with trial(module) as seen:
+    names = Names(module, read_globals(type(module).forward))
+    with trial(module) as seen, noted(names):
         for training in (True, False):
             set_training(module, training)
             for rows in _ROWS:
@@ -107,9 +120,11 @@ def agreeing_ranks(module: nn.Module, agrees: Callable[[tuple[int, ...]], bool])
                     return frozenset()
             if not seen.modes:
                 break
-    with trial(module, watched=False):
+    with trial(module, watched=False), noted(names):
         alike = _holds(agrees, (2, 3))
-    return frozenset(found - refused) if alike and not seen.more else frozenset()
+    if names.unseen:
+        log.debug("%s reads %s, which may change unseen", type(module).__name__, ", ".join(sorted({*names.unseen})))
+    return frozenset(found - refused) if alike and not (seen.more or names.unseen) else frozenset()
 
 
 def set_training(module: nn.Module, training: bool) -> None:
@@ -158,15 +173,53 @@ def is_shape(value: Any) -> bool:
 
 def _watched(cls: Any, seen: Seen) -> Any:
     """A class derived from a module's that notes which attributes of the module are read."""
+    shared = attributes_of_class(cls)
 
     def getattribute(self: Any, name: str) -> Any:
         value = cls.__getattribute__(self, name)
-        if name in object.__getattribute__(self, "__dict__"):
+        if name in object.__getattribute__(self, "__dict__") or name in shared:
             seen.read(name, value)
         return value
 
     names = {name: getattr(cls, name) for name in ("__module__", "__qualname__")}
     return type(cls)(cls.__name__, (cls,), {**names, "__getattribute__": getattribute})
+
+
+def attributes_of_class(cls: type) -> dict[str, Any]:
+    """The attributes that a module's classes, but for PyTorch's, have for all of their instances, without methods."""
+    found: dict[str, Any] = {}
+    for base in reversed(cls.__mro__):
+        if base.__module__.partition(".")[0] not in ("torch", "builtins", "typing"):
+            found.update(vars(base))
+    return {
+        name: value for name, value in found.items()
+        if not (name.startswith(("__", "_cute", "_abc_")) or name in _OWN or hasattr(type(value), "__get__"))
+    }  # fmt: skip
+
+
+def _containers(values: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+    """Lists, dicts and sets, also those within others, each with a copy of it."""
+    waiting, known = list(values), set[int]()
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, list | dict | set | deque) and id(value) not in known:
+            known.add(id(value))
+            yield value, value.copy()
+            waiting += value.values() if isinstance(value, dict) else value
+
+
+def _give_back(container: Any, was: Any) -> bool:
+    """Let a container hold what it did; returns whether it had changed."""
+    now, then = _items(container), _items(was)
+    if len(now) == len(then) and all(a is b for a, b in zip(now, then, strict=True)):
+        return False
+    container.clear()
+    (container.extend if hasattr(container, "extend") else container.update)(was)
+    return True
+
+
+def _items(container: Any) -> list[Any]:
+    return [*container, *(container.values() if isinstance(container, dict) else ())]
 
 
 def _has_slots(module: nn.Module) -> bool:

@@ -85,7 +85,7 @@ def _within(name: str, module: nn.Module, replaced: Mapping[str, Collection[str]
 def _hidden(module: nn.Module) -> str:
     """Why the source of a module's ``forward`` says nothing; empty where it does."""
     cls: Any = getattr(type(module), "_cute_original", type(module))  # one op may run, and another be left
-    forward = cls.forward
+    forward = getattr(cls, "forward", None)
     if "forward" in vars(module):
         return "a `forward` was set on the module itself before it was patched"
     if innermost(forward) is None:
@@ -97,7 +97,8 @@ def _hidden(module: nn.Module) -> str:
 
 def _called(module: nn.Module) -> set[str]:
     """Global names and attributes that the ``forward`` of a module's class uses."""
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    forward: Any = getattr(type(module), "forward", None)
+    code = getattr(inspect.unwrap(forward), "__code__", None)
     return set(code.co_names) if code else set()
 
 

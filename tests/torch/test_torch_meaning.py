@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections.abc import Callable
@@ -312,13 +313,14 @@ class Keeping(Norm):
 
     def __init__(self, does: str) -> None:
         super().__init__("squeezed")
-        self.does, self.calls, self.last = does, 0, None
+        self.does, self.calls, self.last, self.effect = does, 0, None, SIDE_EFFECTS[does]
+        self.kept: dict[str, Any] = {"shapes": [], "all": {3}}
 
     def train(self, mode: bool = True) -> Any:
         raise AssertionError("patch called a module's `train`")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        SIDE_EFFECTS[self.does](self, x)
+        self.effect(self, x)
         return super().forward(x)
 
 
@@ -327,6 +329,9 @@ SIDE_EFFECTS: dict[str, Any] = {
     "keeps its input": lambda self, x: setattr(self, "last", x),
     "makes a buffer": lambda self, x: self.register_buffer("made", torch.ones(3)),
     "draws": lambda self, x: torch.rand(3),
+    "fills a list": lambda self, x: self.kept["shapes"].append(x.shape),
+    "fills a set": lambda self, x: self.kept["all"].add(len(x.shape)),
+    "fills a dict": lambda self, x: self.kept.pop("all", None),
     "nothing": lambda self, x: None,
 }
 
@@ -336,6 +341,7 @@ def test_patch_changes_nothing_of_a_module_that_it_calls(does: str) -> None:
     norm, called = Keeping(does), list[int]()
     for register in (norm.register_forward_pre_hook, norm.register_forward_hook, norm.register_full_backward_hook):
         register(lambda *_: called.append(1))
+    kept = copy.deepcopy(norm.kept)
     state, held = dict(vars(norm)), {name: dict(vars(norm)[name]) for name in ("_parameters", "_buffers")}
     numbers = torch.get_rng_state()
     with same_everywhere():
@@ -343,7 +349,87 @@ def test_patch_changes_nothing_of_a_module_that_it_calls(does: str) -> None:
     assert (found and found.op) == ("rmsnorm" if does in ("draws", "nothing") else None)
     assert not called and torch.equal(torch.get_rng_state(), numbers)
     assert all(vars(norm)[name] is value for name, value in state.items()) and vars(norm).keys() == state.keys()
-    assert {name: dict(vars(norm)[name]) for name in held} == held
+    assert {name: dict(vars(norm)[name]) for name in held} == held and norm.kept == kept
+
+
+class Settings:
+    scale = 1.0
+
+
+SETTINGS, SCALE, OF_METHODS, SCALES = Settings(), 1.0, 1.0, {"scale": 1.0}
+
+
+def scale_of_the_file() -> float:
+    return SCALE
+
+
+class Reading(Norm):
+    """Reads the size of its output where :func:`patch` compares it with what it was, or where nothing does."""
+
+    shared, settings = 1.0, SETTINGS
+
+    def __init__(self, how: str) -> None:
+        super().__init__("squeezed")
+        self.how, self.own = how, 1.0
+
+    def method(self) -> float:
+        return OF_METHODS
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scales: dict[str, Any] = {
+            "a number of the file": scale_of_the_file, "a number of the class": lambda: self.shared,
+            "a method": self.method, "an object": lambda: SETTINGS.scale, "a class": lambda: Settings.scale,
+            "a dict": lambda: SCALES["scale"], "an object of the class": lambda: self.settings.scale,
+            "vars": lambda: vars(self)["own"], "__dict__": lambda: self.__dict__["own"],
+        }  # fmt: skip
+        return F.rms_norm(x, x.shape[-1:], self.gain, self.eps) * scales[self.how]()
+
+
+def change(norm: Reading, how: str, scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SCALE", "OF_METHODS"):
+        monkeypatch.setattr(f"{__name__}.{name}", scale)
+    monkeypatch.setattr(Reading, "shared", scale)
+    monkeypatch.setattr(Settings, "scale", scale)
+    monkeypatch.setitem(SCALES, "scale", scale)
+    norm.own = scale
+
+
+@pytest.mark.parametrize("how", [
+    "a number of the file", "a number of the class", "a method", "an object", "a class", "a dict",
+    "an object of the class", "vars", "__dict__",
+])  # fmt: skip
+def test_what_a_forward_reads_elsewhere_may_change(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = nn.Sequential(nn.Embedding(7, N), Reading(how)), torch.randn(3, N)
+    found = {each.op for each in cute_ops_torch.patch(model)}
+    assert ("rmsnorm" in found) == ("number" in how)
+    before = model[1](x)
+    change(model[1], how, 3.0, monkeypatch)
+    torch.testing.assert_close(model[1](x), 3 * before)
+
+
+def test_a_class_of_activations_may_change() -> None:
+    class Bent(nn.Module):
+        approximate = "none"
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.gelu(x, approximate=self.approximate) * 1.0
+
+    model, x = nn.Sequential(nn.Embedding(7, N), TwoLayers(Bent())), 3 * torch.randn(5, N)
+    assert "mlp" in {each.op for each in cute_ops_torch.patch(model)}
+    Bent.approximate = "tanh"
+    want = model[1].down(F.gelu(model[1].up(x), approximate="tanh"))
+    torch.testing.assert_close(model[1](x), want, rtol=1e-6, atol=1e-6)
+
+
+def test_a_model_with_script_modules() -> None:
+    model = nn.Sequential(
+        nn.Embedding(7, N), torch.jit.script(nn.LayerNorm(N)), nn.LayerNorm(N), TwoLayers(torch.jit.script(nn.GELU())),
+        torch.jit.trace(MLP(False, nn.SiLU()), torch.randn(2, N)), MLP(False, torch.jit.script(nn.SiLU())),
+    )  # fmt: skip
+    ids = torch.randint(7, (2, 5))
+    want = model(ids)
+    assert [each.module for each in cute_ops_torch.patch(model) if each.op] == ["0", "2"]
+    torch.testing.assert_close(model(ids), want)
 
 
 PLACES: dict[str, Any] = {
