@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -42,6 +43,8 @@ _TRACES = ((torch.float32, True), (torch.float32, False), (torch.bfloat16, True)
 _LEAVES = ("rmsnorm", "layernorm", "gelu", "relu2")
 _GATES = ("silu_mul", "gelu_mul", "swiglu", "geglu")
 _ROWS = (2, 3)
+# Of a layer's columns at least so many are compared.
+_NARROW = 16
 # What is kept of a module that is no op of ours.
 _NO_OP = {"op": None, "tensors": (), "attrs": (), "last": ""}
 # By class and attributes; None of those that are no op of ours.
@@ -322,19 +325,33 @@ def _alike(x: torch.Tensor, *tensors: torch.Tensor) -> bool:
 
 def _agreeing(module: nn.Module, meaning: Meaning, n: int) -> frozenset[int]:
     """The numbers of dims of inputs for which op and original agree; empty where the module is no function of its input
-    and its plain attributes.
+    and its plain attributes. Large layers are compared by fewer columns, unless the module asks for their number.
     """
-    return agreeing_ranks(module, lambda rows: _agrees(module, meaning, (*rows, n)))
+    own = {name: tensor.shape for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+    part = _part(own.values()) if meaning.last else 1
+    for each in dict.fromkeys((part, 1)):
+        shapes = {name: tuple(size // each for size in shape) for name, shape in own.items()}
+        if ranks := agreeing_ranks(module, lambda rows: _agrees(module, meaning, (*rows, n // each), shapes)):  # noqa: B023
+            return ranks
+    return frozenset()
 
 
-def _agrees(module: nn.Module, meaning: Meaning, shape: tuple[int, ...]) -> bool:
+def _part(shapes: Iterable[torch.Size]) -> int:
+    """A number that divides the sizes of all tensors so that few elements are left."""
+    sizes = {size for shape in shapes for size in shape}
+    most = math.gcd(*sizes)
+    return next(part for part in range(max(min(sizes) // _NARROW, 1), 0, -1) if most % part == 0)
+
+
+def _agrees(module: nn.Module, meaning: Meaning, shape: tuple[int, ...], shapes: Mapping[str, tuple[int, ...]]) -> bool:
     """Whether op and original give the same results and gradients for random numbers of this shape."""
     draw = torch.Generator().manual_seed(0)
 
-    def random(shape: Any) -> torch.Tensor:
-        return torch.randn(shape, generator=draw).requires_grad_()
+    def random(shape: tuple[int, ...], scale: float = 1.0) -> torch.Tensor:
+        return torch.randn(shape, generator=draw).mul_(scale).requires_grad_()
 
-    own = {name: random(tensor.shape) for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+    # Sums of many columns would be large, and their roundings, too.
+    own = {name: random(size, min(4 / size[-1] ** 0.5, 1.0) if len(size) > 1 else 1.0) for name, size in shapes.items()}
     x = random(shape)
     with torch.enable_grad():
         want = torch.func.functional_call(module, own, (x,))

@@ -7,11 +7,12 @@ depend on where ``patch`` is called: under autocast, in inference mode, with ano
 from __future__ import annotations
 
 import logging
+import sys
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from itertools import starmap
 from itertools import starmap
 from typing import Any
 
@@ -108,6 +109,13 @@ def agreeing_ranks(module: nn.Module, agrees: Callable[[tuple[int, ...]], bool])
     evaluation; empty if there is no agreement for three dims, or if the module has read more than what it is known by.
     A ``forward`` may normalise the second of four dims, refuse five, drop a first dim of one, or ask for its own class.
     """
+    if sys.getprofile() is None:
+        return _agreeing_ranks(module, agrees)
+    with ThreadPoolExecutor(1) as thread:  # since a thread has one such hook, and that is a profiler's
+        return thread.submit(_agreeing_ranks, module, agrees).result()
+
+
+def _agreeing_ranks(module: nn.Module, agrees: Callable[[tuple[int, ...]], bool]) -> frozenset[int]:
     found: set[int] = set()
     refused: set[int] = set()
     names = Names(module, read_globals(type(module).forward))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import cProfile
 import json
 import math
 from collections.abc import Callable
@@ -419,6 +420,38 @@ def test_a_class_of_activations_may_change() -> None:
     Bent.approximate = "tanh"
     want = model[1].down(F.gelu(model[1].up(x), approximate="tanh"))
     torch.testing.assert_close(model[1](x), want, rtol=1e-6, atol=1e-6)
+
+
+def test_a_profiler_goes_on_while_patch_looks_at_modules() -> None:
+    profiler = cProfile.Profile()
+    profiler.enable()
+    with same_everywhere():
+        found = replacement_of(type("Profiled", (Norm,), {})("squeezed"))
+    math.gcd(4, 6)
+    profiler.disable()
+    assert found and found.op == "rmsnorm"
+    assert any("math.gcd" in str(entry.code) for entry in profiler.getstats())
+
+
+@pytest.mark.parametrize(("n", "width", "asks"), [(3584, 9728, False), (288, 416, True)])
+def test_large_layers_are_compared_by_few_columns(n: int, width: int, asks: bool) -> None:
+    """Unless they ask for their number. Sums of so many products differ by more than small ones do."""
+
+    class Large(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.both, self.out = nn.Linear(n, 2 * width, bias=False), nn.Linear(width, n, bias=False)
+            self.width = width if asks else None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            gate, up = self.both(x).split(self.width or self.both.weight.shape[0] // 2, -1)
+            return self.out(gate * torch.sigmoid(gate) * up)
+
+    with torch.device("meta"):
+        module = Large()
+    with same_everywhere():
+        found = replacement_of(module)
+    assert found and found.op == "swiglu"
 
 
 def test_a_model_with_script_modules() -> None:
