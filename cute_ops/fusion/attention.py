@@ -742,16 +742,17 @@ class _Attention:
         groups = ((*self.lead,), tuple(i for i in (self.of_head, self.of_group) if i is not None),
                   () if self.of_query is None else (self.of_query,), (rank,))  # fmt: skip
         whole: tuple[Any, ...] = (*self.rows, self.scores.n)
+        alone = all(size == 1 for size in shape)  # a number, which becomes one of each example
         sizes, dims, order, merged = list(shape), list[int](), list[int](), list[int]()
         for dim, axes in enumerate(groups):
-            if any(shape[i] != 1 for i in axes):
+            if any(shape[i] != 1 for i in axes) or (alone and dim == 0):
                 dims.append(dim)
                 order += axes
                 merged.append(prod(int(whole[i]) for i in axes))
                 for i in axes:
                     sizes[i] = whole[i]
         others = [i for i in range(rank + 1) if i not in order]
-        _require(all(shape[i] == 1 for i in others) and len(dims) > 0)
+        _require(all(shape[i] == 1 for i in others))
         kind = BOOL if leaf.node.dtype == "bool" else FLOAT
         return Read(operand, leaf.node, kind, shape, tuple(sizes), (*others, *order), tuple(merged), tuple(dims))
 

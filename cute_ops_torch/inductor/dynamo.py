@@ -33,7 +33,7 @@ from cute_ops_torch.inductor.effects import (
     storage_of,
     written_by,
 )
-from cute_ops_torch.inductor.front import COPIES, VIEWS, Front, dtype_of, parts, shape_of
+from cute_ops_torch.inductor.front import COPIES, VALUES, VIEWS, Front, dtype_of, parts, shape_of
 
 # Names of functions and methods of torch whose meaning a name of ATen has.
 _ATEN = {
@@ -47,7 +47,7 @@ _ATEN = {
 }  # fmt: skip
 # Tensors that front ends read by their places, and that a program may give by these names.
 _PLACES = {"linear": ("input", "weight", "bias")}
-_PRODUCTS = ("linear", "matmul", "mm", "bmm", "addmm")
+_PRODUCTS = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm")
 _TAKES_SIZES = frozenset(
     (*VIEWS, *COPIES, "view_as", "reshape_as", "expand", "expand_as", "broadcast_to", "getitem", "narrow")
 )
@@ -337,7 +337,7 @@ def _in_one_dtype(graph: Graph, name: str, args: Sequence[Any], dtype: str) -> l
     """The operands of a product in the dtype of its result, as autocast has them."""
     if dtype not in FLOATS:
         return list(args)
-    first = 1 if name == "addmm" else 0
+    first = 1 if name in ("addmm", "baddbmm") else 0
     return [
         graph.cast(arg, dtype) if first <= i < first + 2 and isinstance(arg, Value) and arg.dtype in FLOATS else arg
         for i, arg in enumerate(args)
@@ -485,7 +485,7 @@ def _softmax(logarithm: bool) -> Callable[..., Value | None]:
         if dim is None or dim % len(shape) != len(shape) - 1 or dtype not in FLOATS or x.dtype not in FLOATS:
             return None
         graph, row, wide = front.graph, (*shape[:-1], 1), "float32"
-        y = graph.cast(x, wide)
+        y = graph.cast(_unshifted(x), wide)
         y = graph.primitive("subtract", [y, graph.reduce("max", y, (-1,), True, wide)], shape, wide)
         e = graph.primitive("exp", [y], shape, wide)
         total = graph.reduce("sum", e, (-1,), True, wide)
@@ -496,6 +496,45 @@ def _softmax(logarithm: bool) -> Callable[..., Value | None]:
         return graph.cast(made, dtype)
 
     return translate
+
+
+def _unshifted(x: Value) -> Value:
+    """The rows from which a program subtracts their ``max(-1, keepdim=True)``, which changes no softmax; else x."""
+    if (x.op, x.attr) != ("primitive", "subtract"):
+        return x
+    rows, most = x.args
+    is_most = (most.op, most.attr, most.args) == ("opaque", "max", (rows,)) and most.dtype == rows.dtype
+    return rows if is_most and most.shape == (*x.shape[:-1], 1) and rows.shape == x.shape else x
+
+
+def _filled(number: float | None = None) -> Callable[..., Value | None]:
+    """A new tensor of one number, its last argument if none is given."""
+
+    def translate(front: Front, args: Any, kwargs: Any, value: torch.Tensor) -> Value | None:
+        with_number = kwargs.get("fill_value", args[-1])
+        fill, dtype = with_number if number is None else number, dtype_of(value)
+        if dtype not in VALUES or value.requires_grad or not isinstance(fill, (bool, int, float)):
+            return None
+        made = front.graph.constant(bool(fill) if dtype == "bool" else float(fill), dtype)
+        return front.graph.broadcast(made, shape_of(value))
+
+    return translate
+
+
+def _baddbmm(front: Front, args: Any, kwargs: Any, value: torch.Tensor) -> Value | None:
+    """``beta * x + alpha * a @ b``, without x where beta is 0."""
+    given: list[Any] = [*args, *(kwargs[name] for name in ("batch1", "batch2") if name in kwargs)]
+    x, both = given[0], given[1:]
+    shape, dtype = shape_of(value), dtype_of(value)
+    beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
+    if front.graph.exact or len(both) != 2 or dtype not in FLOATS or not _is_float(x):
+        return None
+    made = front.graph.contract(both[0], both[1], ((2,), (1,)), shape, dtype, ((0,), (0,)))
+    made = made if alpha == 1 else front.primitive("multiply", [made, alpha], shape, dtype)
+    if beta == 0:
+        return made
+    x = x if beta == 1 else front.primitive("multiply", [x, beta], x.shape, dtype)
+    return front.primitive("add", [made, x], shape, dtype)
 
 
 def _addcmul(front: Front, args: Any, kwargs: Any, value: torch.Tensor) -> Value | None:
@@ -547,5 +586,8 @@ _TRANSLATIONS: dict[str, Callable[..., Value | None]] = {
     "layer_norm": _layer_norm, "addcmul": _addcmul, "leaky_relu": _leaky, "permute": _turned, "getattr": _attribute,
     "max": _maximum("maximum"), "min": _maximum("minimum"), "softmax": _softmax(logarithm=False),
     "log_softmax": _softmax(logarithm=True), "detach": lambda *given: None, "view": _view, "reshape": _view,
-    **dict.fromkeys(DROPOUT, _dropout),
+    "baddbmm": _baddbmm, **dict.fromkeys(DROPOUT, _dropout),
+    **dict.fromkeys(("zeros", "new_zeros", "zeros_like"), _filled(0.0)),
+    **dict.fromkeys(("ones", "new_ones", "ones_like"), _filled(1.0)),
+    **dict.fromkeys(("full", "new_full", "full_like", "tensor", "scalar_tensor"), _filled()),
 }  # fmt: skip

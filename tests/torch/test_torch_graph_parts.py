@@ -797,8 +797,16 @@ def _with_sinks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """As GPT-OSS writes it: one more column of scores, which is dropped behind the softmax."""
     scores = _masked(q @ k.mT * 0.25, -99)
     joined = torch.cat([scores, v[:1, :, :1, :1].expand(*scores.shape[:-1], 1)], -1)
+    joined = joined - joined.max(dim=-1, keepdim=True).values
     weights = torch.softmax(joined, -1, dtype=torch.float32).to(v.dtype)
     return weights[..., :-1] @ v
+
+
+def _with_baddbmm(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """As `nn.MultiheadAttention` adds its mask."""
+    mask = torch.where(torch.ones(24, 24, dtype=torch.bool).tril(), q.new_zeros(()), torch.tensor(float("-inf")))
+    scores = torch.baddbmm(mask.to(q.dtype), q.flatten(0, 1), k.flatten(0, 1).mT, alpha=0.25)
+    return torch.bmm(torch.softmax(scores, -1), v.flatten(0, 1)).unflatten(0, q.shape[:2])
 
 
 WRITTEN: dict[str, tuple[Callable[..., Tensor], str]] = {
@@ -815,6 +823,11 @@ WRITTEN: dict[str, tuple[Callable[..., Tensor], str]] = {
             torch.softmax(torch.bmm(q.flatten(0, 1), k.flatten(0, 1).mT) * 0.25, -1), v.flatten(0, 1)
         ).unflatten(0, q.shape[:2]),
         "q, k, v",
+    ),
+    "baddbmm": (_with_baddbmm, "q, k, v, causal"),
+    "scaled by an array": (
+        lambda q, k, v: torch.softmax(q @ k.mT * torch.linspace(0.25, 0.25, 1)[0].to(q.dtype), -1) @ v,
+        "q, k, v, captured0, scores changed",
     ),
     "repeated": (
         lambda q, k, v: torch.softmax(q @ k[:, :1, None].expand(-1, 1, 2, -1, -1).flatten(1, 2).mT, -1) @ v, "q, k, v",
