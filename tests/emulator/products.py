@@ -190,7 +190,7 @@ def _run_sm90(config: GemmConfig, across: tuple[bool, bool], call: Call, ptx: st
 
     multiplied(call.first, config.tile_m, config.cluster_n, across[0])
     if config.edge_m:
-        multiplied(call.first, config.edge_m, 1, across[0])
+        multiplied(call.first, config.edge_m, config.cluster_n, across[0])
     for part in call.second:
         multiplied(part, config.tile_n // len(call.second), config.cluster_m, across[1])
     is_tile = [p.by_tma and p.array.shape == call.outputs[0].array.shape and config.tile_stages for p in call.operands]

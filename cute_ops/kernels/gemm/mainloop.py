@@ -108,7 +108,7 @@ class Mainloop:
         if config.edge_m:
             rows = (config.edge_m, *shape[1:])
             layout = hopper.make_smem_layout_a(major_a, rows, mA.element_type, config.stages)
-            edge = [load_tensor(mA, layout, (config.edge_m, config.tile_k))]
+            edge = [load_tensor(mA, layout, (config.edge_m, config.tile_k), config.cluster_n)]
         return Operands(a, tuple(edge), tuple(b), b_layout)
 
     # --- in the kernel
@@ -126,7 +126,7 @@ class Mainloop:
     @cute.jit
     def load(self, stages: cutlass.Constexpr, ranks, tiles: cutlass.Constexpr):
         """The role of the warp that loads: fill stages with tiles of both operands, tile after tile."""
-        tile_copy, (few, copy_edge, few_bytes) = self._tile_copies(stages, ranks), self._edge(stages)
+        tile_copy, (few, copy_edge, few_bytes) = self._tile_copies(stages, ranks), self._edge(stages, ranks)
         whole = cute.size(stages.operands.a.tensor, mode=[0])
         producer = Producer(stages.pipeline)
         work = persistent(tiles.count)
@@ -142,7 +142,7 @@ class Mainloop:
                 else:
                     stage = producer.acquire_and_advance(cutlass.select_(is_edge, *few_bytes))
                     if is_edge:
-                        copy_edge.load((row * (self.config.tile_m // few), k, *matrix), stage)
+                        copy_edge.load((row, k, *matrix), stage)
                     else:
                         tile_copy[0].load((row, k, *matrix), stage)
                 for copy in tile_copy[1:]:
@@ -153,17 +153,21 @@ class Mainloop:
         """TMA copies of a's tiles, ``(tma, rest_m, rest_k)``, and of those of b or of each half of it."""
         (a, _, b, _), sA, sB, _ = stages
         config, every = self.config, (None,) * cute.rank(a.tensor)
-        rank = (0, 0, 0)
-        if const_expr(config.cluster_k == 1):
-            rank = ranks.get_flat_coord(cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()))
         gA = cute.local_tile(a.tensor, (config.tile_m, config.tile_k), every)  # (tile_m, tile_k, rest_m, rest_k)
-        copies, rows = [tma_copy(a.atom, sA, gA, Sharing(ranks, rank, 1))], (self.columns, config.tile_k)
+        copies, rows = [tma_copy(a.atom, sA, gA, self._sharing(ranks, 1))], (self.columns, config.tile_k)
         for i, half in enumerate(b):
             sHalf, gB = cute.local_tile(sB, rows, (i, 0, None)), cute.local_tile(half.tensor, rows, every)
-            copies.append(tma_copy(half.atom, sHalf, gB, Sharing(ranks, rank, 0)))
+            copies.append(tma_copy(half.atom, sHalf, gB, self._sharing(ranks, 0)))
         return copies
 
-    def _edge(self, stages):
+    def _sharing(self, ranks, mode):
+        """The CTAs of this one's cluster along m (0) or n (1), which share a tile of b or of a."""
+        rank = (0, 0, 0)
+        if const_expr(self.config.cluster_k == 1):
+            rank = ranks.get_flat_coord(cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()))
+        return Sharing(ranks, rank, mode)
+
+    def _edge(self, stages, ranks):
         """The most rows that a tile at the edge has, the copy of so many, and the bytes of a stage with it and without;
         no copy where there is none.
         """
@@ -171,8 +175,10 @@ class Mainloop:
         if not stages.operands.a_edge:
             return 0, None, ()
         (a,), tile = stages.operands.a_edge, (config.edge_m, config.tile_k)
-        gA = cute.local_tile(a.tensor, tile, (None,) * cute.rank(a.tensor))
-        copy = tma_copy(a.atom, cute.local_tile(sA, tile, (0, 0, None)), gA)
+        # The first rows of each tile: (edge_m, tile_k, rest_m, rest_k).
+        gA = cute.local_tile(a.tensor, (config.tile_m, config.tile_k), (None,) * cute.rank(a.tensor))
+        gA = cute.local_tile(gA, tile, (0, 0, *(None,) * cute.rank(a.tensor)))
+        copy = tma_copy(a.atom, cute.local_tile(sA, tile, (0, 0, None)), gA, self._sharing(ranks, 1))
         sizes = [Int32(self._bytes(stages.sA, stages.sB, rows)) for rows in (config.edge_m, config.tile_m)]
         return config.edge_m, copy, tuple(sizes)
 
