@@ -189,6 +189,28 @@ def test_few_rows_take_tiles_that_keep_most_sms_busy(sizes: tuple[int, int, int]
     assert more.store_bytes == STORE_BYTES or (more.tile_n, more.cluster_k) == (64, 4)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "tile", "ranks"),
+    [
+        ((165, 16384, 3976), (192, 128), 1), ((176, 11008, 4096), (192, 96), 1), ((352, 7168, 14904), (192, 128), 1),
+        ((150, 7168, 1680), (192, 64), 1), ((141, 14336, 16384), (192, 128), 1),
+        ((128, 1024, 11008), (128, 64), 4), ((128, 1536, 8192), (128, 64), 4), ((256, 720, 12600), (128, 64), 4),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_some_hundred_rows_take_tiles_that_fit_them(
+    sizes: tuple[int, int, int], tile: tuple[int, int], ranks: int
+) -> None:
+    """Each of these was measured to take at least 10% less time than with tiles of 64, 128 and 256 rows."""
+    m, n, k = sizes
+    config, few, many = (
+        GemmConfig.of(plan(bind(linear, arrays(linear, (rows,), n, k)), {}, TARGET).variant.config)
+        for rows in (m, 64, 1024)
+    )
+    assert (config.tile_m, config.tile_n, config.cluster_k) == (*tile, ranks)
+    assert few.tile_m == 64 and many.tile_m != 192
+
+
 def test_rows_past_the_end_are_not_loaded_where_rows_are_contiguous() -> None:
     for m, rows in ((1, 8), (30, 32), (64, 0)):
         given = arrays(linear, (m,), 4096, 512)
@@ -341,6 +363,7 @@ FORMS = {
     "cooperative-float32": Form(linear_float32, GemmConfig("cooperative", 256, 128, 4, 66, 1, 2), dtype="float16"),
     "pingpong-dweight": Form(linear_dweight, GemmConfig("pingpong", 128, 160, 5, 66, 2, store_stages=2)),
     "pingpong-dx": Form(linear_dx, GemmConfig("pingpong", 128, 128, 6, 132)),
+    "three-blocks": Form(linear, GemmConfig("pingpong", 192, 128, 4, 66, 1, 2, edge_m=160)),
     "odd-columns": Form(linear, GemmConfig("cooperative", 128, 256, 4, 66, 2), n=4095),
 }
 
@@ -476,6 +499,9 @@ def test_results_with_tma(
         (linear, "pingpong", (64, 160), 2, (5, 330, 264)),
         (linear, "pingpong", (64, 96), 6, (33, 131, 392)),
         (linear, "pingpong", (64, 128), 8, (40, 136, 520)),
+        (linear, "cooperative", (128, 64), 4, (140, 136, 264)),
+        (linear, "cooperative", (128, 96), 6, (70, 131, 392)),
+        (linear, "cooperative", (128, 96), 3, (130, 136, 200)),
     ],
     ids=lambda value: getattr(value, "name", str(value)),
 )  # fmt: skip
@@ -503,6 +529,10 @@ def test_a_cluster_shares_the_terms_of_a_tile(
         (linear, GemmConfig("pingpong", 64, 144, 3, 2, store_stages=3, edge_m=32, store_bytes=32), (17, 440, 72)),
         (linear_dx, GemmConfig("cooperative", 128, 128, 3, 2, 2, edge_m=32), (290, 136, 136)),
         (linear, GemmConfig("cooperative", 128, 128, 3, 2, store_stages=2, edge_m=64, cluster_k=2), (180, 131, 264)),
+        (linear, GemmConfig("pingpong", 192, 96, 3, 2, 1, store_stages=3, edge_m=168), (165, 200, 136)),
+        (linear, GemmConfig("pingpong", 192, 64, 3, 2, 2, store_stages=2, edge_m=96), (270, 131, 72)),
+        (linear, GemmConfig("pingpong", 128, 64, 3, 2, 1, 2, store_stages=2, edge_m=96), (90, 200, 136)),
+        (linear, GemmConfig("pingpong", 64, 64, 3, 1, 2, 2, edge_m=16), (205, 300, 136)),
     ],
     ids=lambda value: getattr(value, "name", str(value)),
 )  # fmt: skip

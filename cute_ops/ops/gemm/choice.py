@@ -17,7 +17,15 @@ from cute_ops.declaration.program import Fallback, Program
 from cute_ops.declaration.shapes import ITEMSIZE, Array
 from cute_ops.hardware import VECTOR_BYTES, sm
 from cute_ops.kernels.gemm.config import STORE_BYTES, GemmConfig
-from cute_ops.ops.gemm.config import L2_BYTES, LINE, EpilogueCost, GemmSize, cycles, cycles_of_few_rows
+from cute_ops.ops.gemm.config import (
+    L2_BYTES,
+    LINE,
+    STORED_BY_FEW,
+    EpilogueCost,
+    GemmSize,
+    cycles,
+    cycles_of_few_rows,
+)
 
 WIDE = {"T": ("float32",)}  # operands that no kernel takes: the framework always multiplies them
 # cuBLAS, as the model of cycles sees it: cooperative tiles of the product or its transpose, so that 150 rows take one
@@ -36,8 +44,6 @@ SMALL_M, OURS_OF_SMALL_M, THEIRS_OF_SMALL_M = 512, (1650.0, 2.0, 7.8e8), (1800.0
 # Of 147 drawn products of so few rows the choices, fitted to half of them in turns, are 1.6% behind the better way in
 # the mean. Of 19 others cuBLAS' time has no bias.
 FEW_M, OURS_OF_FEW_M, THEIRS_OF_FEW_M = 64, (1870.0, 2.3, 7.8e8), (1700.0, 2.1, 7.7e8)
-# Tiles that are stored by few columns, whose terms four CTAs share, take this part of the model's cycles (35 products).
-STORED_BY_FEW = 0.8
 # Ours must be this much ahead of more rows up to SMALL_M, and with a pass that it saves.
 UNSURE = 1.03
 # Bytes of a microsecond that our kernel of few rows reads of operands off vectors, of all SMs and of one, microseconds

@@ -22,22 +22,32 @@ TILES: tuple[tuple[Form, int, int], ...] = (
     *(("pingpong", 64, n) for n in (256, 224, 192, 160, 144, 128, 112, 96, 80, 64)),
     ("cooperative", 128, 256), ("cooperative", 256, 128), ("cooperative", 128, 224), ("cooperative", 128, 192),
     ("cooperative", 128, 160), ("cooperative", 128, 128), ("cooperative", 256, 96),
+    *(("pingpong", 192, n) for n in (128, 96, 64)),
 )  # fmt: skip
+# Tiles of three blocks of rows, of products of so many rows, where two blocks are too few, with clusters along n; the
+# model must find them so much faster than others. 165 x 16384 x 3976 takes 46.3 us by them and 51.9 by others, 176 x
+# 11008 x 4096 32.5 and 39.4; of 15 products 12 take 5 to 18% less time, three as long within 1.3% (H200).
+THREE_BLOCKS, OF_THREE_BLOCKS, FASTER_BY_THREE = 192, range(129, 513), 1.06
 # Clusters of four CTAs are for tiles of 64 rows, which load most from L2 for what they multiply.
 CLUSTERS: tuple[tuple[int, int], ...] = ((1, 2), (2, 1), (1, 1), (2, 2), (4, 1))
 # CTAs of a cluster that share the terms of a tile; of these tiles only.
 CLUSTERS_K = (2, 3, 4, 6)
 TILES_K: tuple[tuple[Form, int, int], ...] = (
-    *(("pingpong", 64, n) for n in (64, 96, 128, 160, 192)), *(("cooperative", 128, n) for n in (64, 128)),
+    *(("pingpong", 64, n) for n in (64, 96, 128, 160, 192)), *(("cooperative", 128, n) for n in (64, 96, 128)),
 )  # fmt: skip
 # Columns of the tiles of 64 rows that are stored by 16 columns, and how many CTAs share their terms: 64 x 13824 x 6144
 # takes 44.0 us by 124 CTAs with tiles of 112 columns, and 45.8 by 62 with 224 (H200).
 NARROW = {(80, 1), (112, 1), (144, 1), (160, 2), (64, 2), (64, 4), (96, 6)}
+# The same of tiles of 128 rows; with those of SHARED_128 they are for products of more than MMA_M rows: 128 x 1024 x
+# 11008 takes 14.3 us by clusters of four, and 17.0 by others (H200).
+NARROW_128 = {(64, 4), (96, 6)}
+SHARED_128 = {*NARROW_128, (96, 3)}
 # Products of up to MMA_M rows have tiles of NARROW with more than MMA_M columns only where their CTAs are on more than
 # this part of all SMs, or on at most half of them where CTAs share terms: so none of 12 drawn products took longer than
 # by wider tiles. With CTAs on 77 of 132 SMs some took up to a fifth longer (H200).
 MOST_BUSY = 0.9
-EDGES = (8, 16, 32, 64)  # rows of a that are loaded of a tile at the edge
+EDGES = (8, 16, 32, 64)  # rows of a that are loaded of a tile at the edge; of THREE_BLOCKS these, too
+MORE_EDGES = (96, 128, 144, 160, 176)
 GPC_SMS = 18  # of a group of SMs at most, in which a cluster must fit; their number is even
 # Stages of the operands at most and at least, and stages of subtiles: fewer of these where the operands would otherwise
 # have fewer than ENOUGH_STAGES.
@@ -64,6 +74,9 @@ OFF_VECTOR = 10
 # Configs for one wave only take this part of the model's cycles, beside others: of 109 drawn products the choices then
 # are 0.5% behind the faster config (H200), by the cycles themselves 1.1%. Fitted to half of them, so is the other half.
 ONE_WAVE = 0.94
+# Tiles that are stored by few columns, whose terms four or six CTAs share, take this part of the model's cycles (52
+# products of more than MMA_M rows).
+STORED_BY_FEW = 0.85
 # Configs that take at most so much longer than the fastest one, by the model, are as fast: the one that loads least is
 # taken. Of 298 drawn products 14 then get another config; of the 11 that are measured in both nine take less time, 3.4%
 # in the mean of all, one 9% more (H200).
@@ -185,8 +198,8 @@ def _configs(arch: str, sm_count: int, cost: EpilogueCost) -> Iterator[GemmConfi
         if columns % (cost.blocks * config.cluster_m) or stored % cost.group:
             continue
         if stored % config.subtile(*cost.outputs, *cost.tiles)[1]:
-            narrow = config.tile_m == MMA_M and (config.tile_n, config.cluster_k) in NARROW
-            if not narrow or stored % LEAST_STORED or cost.tiles:
+            narrow = {MMA_M: NARROW, 2 * MMA_M: NARROW_128}.get(config.tile_m, ())
+            if (config.tile_n, config.cluster_k) not in narrow or stored % LEAST_STORED or cost.tiles:
                 continue
             config = replace(config, store_bytes=LEAST_STORED * min(cost.outputs))
         if cost.registers(config) > MULTIPLY_REGISTERS:
@@ -199,7 +212,7 @@ def _configs(arch: str, sm_count: int, cost: EpilogueCost) -> Iterator[GemmConfi
 def _shapes(sm_count: int) -> Iterator[GemmConfig]:
     """Tiles and clusters, without stages."""
     for (form, tile_m, tile_n), cluster in product(TILES, CLUSTERS):
-        if math.prod(cluster) <= 2 or tile_m == MMA_M:
+        if (math.prod(cluster) <= 2 and (tile_m != THREE_BLOCKS or cluster[0] == 1)) or tile_m == MMA_M:
             yield GemmConfig(form, tile_m, tile_n, 1, _at_once(sm_count, math.prod(cluster)), *cluster)
     for (form, tile_m, tile_n), count in product(TILES_K, CLUSTERS_K):
         if tile_n % (8 * count) == 0:
@@ -245,13 +258,13 @@ def choose(size: GemmSize, cost: EpilogueCost, arch: str, sm_count: int, by_rows
     Args:
         by_rows: whether a's rows are contiguous: of a tile at the edge fewer can be loaded then.
     """
-    possible = tuple(config for config in configs(arch, sm_count, cost) if size.m <= MMA_M or not _for_few_rows(config))
+    possible = tuple(config for config in configs(arch, sm_count, cost) if _is_for(config, size.m))
     if by_rows:
         possible = tuple(with_edge(config, size.m) for config in possible)
     stored = size.batch * size.m * size.n * sum(cost.outputs) // (STORED_BYTES * sm_count)
 
     def fastest(found: Iterable[GemmConfig]) -> GemmConfig | None:
-        times = {config: slowest_cycles(config, size, cost) for config in found}
+        times = {config: _expected_cycles(config, size, cost) for config in found}
         least = min(times.values(), default=0)
         most = max(AS_FAST * least, min(stored, LONGEST_STORED * least))
         near = [config for config, time in times.items() if time <= most]
@@ -262,9 +275,16 @@ def choose(size: GemmSize, cost: EpilogueCost, arch: str, sm_count: int, by_rows
     # Of 93 drawn products these took 0.87 of the time of the others in one wave, and as long in more waves (H200).
     least = max(_busy_sms(usual, size, cost) if usual else 0, MOST_BUSY * sm_count)
     alone = fastest(c for c in possible if _fits_one_wave(c, size, cost, least, sm_count))
-    if usual and alone and cycles(alone, size, cost) * ONE_WAVE >= cycles(usual, size, cost):
-        return usual
+    if usual and alone:
+        part = STORED_BY_FEW if alone.tile_m > MMA_M and _stores_few(alone) else ONE_WAVE
+        if cycles(alone, size, cost) * part >= cycles(usual, size, cost):
+            return usual
     return alone or usual
+
+
+def _expected_cycles(config: GemmConfig, size: GemmSize, cost: EpilogueCost) -> float:
+    """What decides between configs."""
+    return slowest_cycles(config, size, cost) * (FASTER_BY_THREE if config.tile_m == THREE_BLOCKS else 1)
 
 
 def _loads(config: GemmConfig, size: GemmSize) -> tuple[float, int]:
@@ -287,14 +307,27 @@ def _without_cluster(chosen: GemmConfig, near: Iterable[GemmConfig]) -> GemmConf
     return next(alone, chosen) if chosen.cluster_n > 1 else chosen
 
 
+def _is_for(config: GemmConfig, m: int) -> bool:
+    """Whether a config was measured for products of so many rows."""
+    if config.tile_m == THREE_BLOCKS:
+        return m in OF_THREE_BLOCKS
+    if config.tile_m == 2 * MMA_M and (config.tile_n, config.cluster_k) in SHARED_128:
+        return m > MMA_M
+    return m <= MMA_M or not _for_few_rows(config)
+
+
+def _stores_few(config: GemmConfig) -> bool:
+    return config.store_bytes < STORE_BYTES
+
+
 def _for_few_rows(config: GemmConfig) -> bool:
-    """Whether a config was measured with one row of tiles alone."""
-    return config.store_bytes < STORE_BYTES and config.tile_n > MMA_M
+    """Whether a config was measured with one row of tiles of MMA_M rows alone."""
+    return config.tile_m == MMA_M and _stores_few(config) and config.tile_n > MMA_M
 
 
 def _for_one_wave(config: GemmConfig) -> bool:
     """Whether a config is taken only where all of its clusters run at once."""
-    return config.store_bytes < STORE_BYTES or config.cluster_m * config.cluster_n > 2
+    return _stores_few(config) or config.cluster_m * config.cluster_n > 2
 
 
 def _tiles(config: GemmConfig, size: GemmSize, cost: EpilogueCost) -> int:
@@ -323,9 +356,10 @@ def _busy_sms(config: GemmConfig, size: GemmSize, cost: EpilogueCost) -> float:
 
 def with_edge(config: GemmConfig, m: int) -> GemmConfig:
     """The config with as many rows of a as are loaded of the last tile of m rows, if these are fewer than a tile's."""
-    left = m % config.tile_m
-    rows = next((rows for rows in EDGES if 0 < left <= rows < config.tile_m), 0)
-    return replace(config, edge_m=rows) if rows and config.cluster_n == 1 else config
+    left, three = m % config.tile_m, config.tile_m == THREE_BLOCKS
+    edges = (*EDGES, *MORE_EDGES) if three else EDGES
+    rows = next((rows for rows in edges if 0 < left <= rows < config.tile_m), 0)
+    return replace(config, edge_m=rows) if rows and (three or config.cluster_n == 1) else config
 
 
 def without_tma(vec_a: int, vec_b: int) -> GemmConfig:
@@ -486,7 +520,7 @@ def space_of(sizes: tuple[str, str, str], epilogue_cost: Callable[[Problem], Epi
 
 def others(heuristic: GemmConfig, size: GemmSize, cost: EpilogueCost, arch: str, sm_count: int) -> Iterator[GemmConfig]:
     """Other tiles, forms and clusters, and of the heuristic's config other stages and another walk over tiles."""
-    possible = (c for c in configs(arch, sm_count, cost) if size.m <= MMA_M or not _for_few_rows(c))
+    possible = (c for c in configs(arch, sm_count, cost) if _is_for(c, size.m))
     times = {c: slowest_cycles(c, size, cost) for c in possible}
     least = min((time for config, time in times.items() if not _for_one_wave(config)), default=math.inf)
     yield from (c for c, time in times.items() if time <= least * (1 if _for_one_wave(c) else NEAR))
