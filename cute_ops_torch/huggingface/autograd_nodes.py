@@ -323,7 +323,7 @@ def _stream_bwd(
     gradients of the norm's output and of that stream may be None.
     """
     if dnormed is None:
-        assert dstream is not None  # autograd runs no node without a gradient
+        assert dstream is not None  # `once` answers a call without gradients
         return dstream, None
     dout, dresidual = row_major(dnormed), None if dstream is None else row_major(dstream)
     given = stream, dout, dresidual, weight, None, ctx.eps, 0.0

@@ -71,6 +71,8 @@ def once(name: str) -> Callable[[Call], Call]:
     def wrap(backward: Call) -> Call:
         @wraps(backward)
         def run(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
+            if cotangents[0] is None and all(each is None for each in cotangents):
+                return (None,) * len(ctx.needs_input_grad)  # a program's own function gave no gradient
             # Functorch prepares for a double backward in every gradient; compilers refuse one themselves.
             if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
                 return backward(ctx, *cotangents)  # type: ignore[no-any-return]

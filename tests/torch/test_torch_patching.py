@@ -1078,3 +1078,29 @@ def test_group_norms_of_images() -> None:
         cute_ops_torch.unpatch(model)
         for a, b in zip((found, *ours), (wanted, *slopes), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+class _Stopped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor) -> None:
+        return None
+
+
+@pytest.mark.parametrize("layer", ["norm", "linear", "gated MLP"])
+def test_functions_that_give_no_gradient(layer: str) -> None:
+    """Autograd runs a layer's node though none of its outputs has a gradient."""
+    norm = torch.nn.RMSNorm(8)
+    norm.variance_epsilon = 1e-6
+    x, residual, gate, down = (torch.randn(s).requires_grad_() for s in ((2, 3, 8), (2, 3, 8), (12, 8), (8, 12)))
+    outs = {
+        "norm": lambda: autograd_nodes.rmsnorm_and_residual(x, norm.weight, 1e-6),
+        "linear": lambda: autograd_nodes.linear_add_rmsnorm(x @ gate.t(), down, residual, norm.weight, 1e-6),
+        "gated MLP": lambda: autograd_nodes.silu_mlp_add_rmsnorm(x, gate, gate, down, residual, norm),
+    }[layer]()
+    total = sum(_Stopped.apply(out).sum() for out in outs) + 3 * x.sum()
+    dx, *others = torch.autograd.grad(total, (x, residual, gate, down, norm.weight), allow_unused=True)
+    assert torch.equal(dx, torch.full_like(x, 3)) and others == [None] * 4
