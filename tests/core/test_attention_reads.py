@@ -75,7 +75,7 @@ def test_which_scores_share_an_element(function: Any, rank: int, share: Any) -> 
 @pytest.mark.drawn(0.3, among="emulated attention")
 @pytest.mark.slow
 @products.emulated
-@pytest.mark.parametrize("arch", ["sm_80:2"])
+@pytest.mark.parametrize("arch", ["sm_80:2", "sm_90a:2"])
 @pytest.mark.parametrize(
     ("function", "shape", "sizes", "attrs"),
     [

@@ -8,6 +8,7 @@ from cutlass import Int32, const_expr
 
 from cute_ops.kernels.attention.bwd import VECTOR, WARPS, AttentionBackward
 from cute_ops.kernels.attention.bwd_reads_sm80 import SumsOfReadsSm80
+from cute_ops.kernels.attention.bwd_reads_sm90 import SumsOfReadsSm90
 from cute_ops.kernels.attention.mods import Mods, by_index
 from cute_ops.kernels.attention.ranges import Ranges
 from cute_ops.kernels.attention.reads_config import ReadsConfig
@@ -30,7 +31,8 @@ class ReadsBackward(AttentionBackward):
         self.lanes = 1 << (-(-self.dv // VECTOR) - 1).bit_length()
         scale = variant.attrs["scale"] or dims["d"] ** -0.5
         mods = Mods(scale, config.score, config.mask, config.bounds, config.dscore)
-        self.mods, self.sums = mods, SumsOfReadsSm80(config, dims["d"], dims["e"], mods, scale)
+        self.mods, sums = mods, SumsOfReadsSm80 if config.warps else SumsOfReadsSm90
+        self.sums = sums(config, dims["d"], dims["e"], mods, scale)
         self.pdl = can_use_pdl(variant.arch)
 
     @cute.jit

@@ -27,8 +27,10 @@ from cute_ops.hardware import ARCHES
 from cute_ops.kernels.attention.reads_config import ReadsConfig, Share
 from cute_ops.ops.attention import config, mods
 
-# By the most elements of a head, warps with 16 queries each, keys of a tile and its stages; the first that fits.
-TILES = {
+# By the most elements of a head, keys of a tile and its stages where warpgroups multiply.
+TILES = {64: (64, 3), 128: (64, 2), 256: (64, 1)}
+# Warps with 16 queries each, keys of a tile and its stages; the first that fits.
+TILES_BY_WARPS = {
     64: ((8, 64, 2), (8, 64, 1)), 128: ((8, 64, 2), (4, 64, 1)), 192: ((8, 64, 1), (4, 32, 1)),
     256: ((8, 64, 1), (4, 32, 1)),
 }  # fmt: skip
@@ -190,12 +192,14 @@ def heuristic(own: mods.Own, read: int, problem: Problem) -> ReadsConfig:
         raise RuntimeError("what is read changes no score")
     wanted = text_of(mods.gradient_of(change, (change.given + read,)))
     most, size = ARCHES[problem.arch].shared_per_cta, max(dims["d"], dims["e"])
+    tiles: Any = {longest: [(0, *each)] for longest, each in TILES.items()}
+    tiles = tiles if config.by_warpgroups(problem.arch) else TILES_BY_WARPS
     found = (
         ReadsConfig(
             keys, stages, keys, stages, "", warps, *config.mask_of(own, problem), change.text, wanted,
             **sharing_of(Mod.parse(own.score), read)._asdict(),
         )
-        for warps, keys, stages in next(each for longest, each in TILES.items() if size <= longest)
+        for warps, keys, stages in next(each for longest, each in tiles.items() if size <= longest)
     )  # fmt: skip
     return next(each for each in found if each.shared(dims["d"], dims["e"]) <= most)
 
