@@ -191,13 +191,16 @@ def test_gradients_in_one_pass(which: str, in_turns: bool, tmp_path: Path) -> No
     of_sums = struct.pack(
         "<Q4i3q", 6 << 32, length, call.d, call.h, 1, call.d, length * call.d, call.h * length * call.d
     )
+    lanes, rows = 2 ** (call.e // 8 - 1).bit_length(), 2  # of a row, and of a thread
+    ctas = call.h * -(-length // (rows * 256 // lanes))
     arguments = [heads(1, out), heads(2, case.dout), run.rows(3), run.rows(7), of_tiles(4), of_tiles(5), of_sums]
+    arguments.append(struct.pack("<i", -(-sums.size // 4 // ctas)))
     memory = [out, case.dout, lse, delta, logs, sums, case.dlse]
     turns = np.full((1, call.h, length // tile), -1, np.int32) if in_turns else None
     if turns is not None:
         memory.append(turns)
         arguments.append(struct.pack("<Q3q2q", 8 << 32, *turns.shape, turns.size, turns.shape[2]))
-    around("_delta_cute", memory, arguments, call.h * length * 2 ** (call.e // 8 - 1).bit_length())
+    around("_delta_cute", memory, arguments, ctas * 256)
     block, name = (96, "WideHeads") if run.is_wide else (128, one_pass_of(call))
     moved = [(case.q, tile), (case.k, block), (case.v, block), (case.dout, tile), (dk, block // 2), (dv, block // 2)]
     of_rows = [(logs, tile), (delta, tile)]

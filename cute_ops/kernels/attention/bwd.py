@@ -29,13 +29,15 @@ from cute_ops.kernels.attention.sums import elements_of
 from cute_ops.kernels.attention.tensors import address_of, row_at, view
 from cute_ops.kernels.attention.tiles import Sizes, offsets_of, sizes_of
 from cute_ops.kernels.lib.activation import LOG2_E
-from cute_ops.kernels.lib.copy import fragment, load_if, store_if
+from cute_ops.kernels.lib.copy import fragment, load_if, store, store_if
 from cute_ops.kernels.lib.matrix import folded
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.tensor_core.sizes import MMA_M, WARP
 
 WARPS = 8  # of a CTA that sums rows or sinks
 VECTOR = 8  # elements of 16 bytes
+ZEROS = 4  # numbers in float32 of 16 bytes
+ROWS = 2  # whose outputs and cotangents a thread loads at once
 LONGEST = 128  # elements of heads of which a CTA has 128 keys
 TOGETHER = 320  # elements of heads of k and v whose gradients registers hold at a time
 
@@ -47,6 +49,7 @@ class AttentionBackward:
         config, dims = AttentionBackwardConfig.of(variant.config), variant.dims
         self.dv, self.packed = dims["e"], "cu_seqlens_q" in variant.names
         self.lanes = 1 << (-(-self.dv // VECTOR) - 1).bit_length()  # that have a row's delta
+        self.apart = WARP * WARPS // self.lanes  # rows between a thread's
         scale = variant.attrs["scale"] or dims["d"] ** -0.5
         self.mods = mods = Mods(scale, config.score, config.mask, config.bounds, config.dscore)
         own = config, dims["d"], dims["e"], mods, scale
@@ -75,10 +78,11 @@ class AttentionBackward:
         captured = by_index(captured, self.mods)
         first, second = (sizes_of(mQ, mK, captured, tuple(each), offsets) for each in (tables[:2], tables[2:]))
         packed = tuple(second) if const_expr(self.packed and self.one_pass is not None) else None
-        rows = elements_of(mDelta)
         mTurns = None if const_expr(mTurns is None) else folded(mTurns, own=2)
-        self.delta((mOut, mDout), (mLse, mDlse), (mDelta, mLogs), (mSums, mTurns), packed).launch(
-            grid=[Int32((rows * self.lanes + (WARP * WARPS - 1)) // (WARP * WARPS)), 1, 1],
+        ctas = cute.ceil_div(Int32(mDelta.shape[2]), ROWS * self.apart) * Int32(mDelta.shape[1]) * mDelta.shape[0]
+        zeroed = None if const_expr(mSums is None) else Int32((elements_of(mSums) // ZEROS + (ctas - 1)) // ctas)
+        self.delta((mOut, mDout), (mLse, mDlse), (mDelta, mLogs), (mSums, zeroed, mTurns), packed).launch(
+            grid=[ctas, 1, 1],
             block=[WARP * WARPS, 1, 1],
             stream=stream,
             use_pdl=self.pdl,
@@ -119,46 +123,71 @@ class AttentionBackward:
         are 0; the row's log-sum-exp of base 2 is kept, and sums of dq and turns begin with 0. ``packed``: sizes, where
         rows are those of the tiles of packed sequences.
         """
-        (mLse, mDlse), (mDelta, mLogs), (mSums, mTurns) = of_rows, found, begun
+        (mLse, mDlse), (mDelta, mLogs), (mSums, zeroed, mTurns) = of_rows, found, begun
         seqlen, heads, seqlen_q = Int32(mDelta.shape[2]), Int32(mDelta.shape[1]), Int32(mLse.shape[2])
-        thread = Int64(cute.arch.block_idx()[0]) * (WARP * WARPS) + cute.arch.thread_idx()[0]
-        index, lane = thread // self.lanes, cute.arch.lane_idx() % self.lanes
+        cta, tidx, lane = cute.arch.block_idx()[0], cute.arch.thread_idx()[0], cute.arch.lane_idx() % self.lanes
         let_next_start(self.pdl)
         wait_for_previous(self.pdl)
-        inside = index < elements_of(mDelta)
-        row, head, batch = row_at(index, seqlen, heads)
-        token, given = row, inside & (row < seqlen_q)
-        if const_expr(packed is not None):
-            token, given = self.one_pass.tiles.token_of(row, Sizes(*packed))
-            given = inside & given
-        rows = []
-        for m in mOuts:
-            rX = fragment(m.element_type, VECTOR, 0)
-            load_if(given & (lane * VECTOR < self.dv), rX, address_of(m, (token, 0, head, batch), lane * VECTOR))
-            rows.append(rX.load().to(Float32))
-        total = (rows[0] * rows[1]).reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
-        for offset in (16, 8, 4, 2, 1):
-            if const_expr(offset < self.lanes):
-                total = total + cute.arch.shuffle_sync_bfly(total, offset=offset)
-        if inside & (lane == 0):
+        if const_expr(mSums is not None):
+            self._zero(mSums, zeroed, cta, tidx)
+        block, head, batch = row_at(cta, cute.ceil_div(seqlen, ROWS * self.apart), heads)
+        first = block * (ROWS * self.apart) + tidx // self.lanes
+        rows = [first + i * self.apart for i in range(ROWS)]
+        places = [self._place(row, (seqlen, seqlen_q), packed) for row in rows]
+        loaded = [self._load(mOuts, place, (head, batch), lane) for place in places]
+        totals = [self._product(*each) for each in loaded]
+        # The first lane writes what belongs to the first row, the next one what belongs to the other.
+        total, token, given = self._of_lane(lane, totals, places)
+        row = first + lane * self.apart
+        if (lane < ROWS) & (row < seqlen):
             at = batch, head, cutlass.min(token, seqlen_q - 1)
             if const_expr(mDlse is not None):
                 total = total - mDlse[at]
             mDelta[batch, head, row] = cutlass.select_(given, total, Float32(0.0))
             if const_expr(mLogs is not None):
                 mLogs[batch, head, row] = self.one_pass.weights.of_lse(mLse[at], given)
-        if const_expr(mSums is not None):
-            zeros, vectors = fragment(Float32, 4, 0.0), elements_of(mSums) // 4
-            start = Int64(cute.arch.block_idx()[0]) * (WARP * WARPS) + cute.arch.thread_idx()[0]
-            step = elements_of(mDelta) * self.lanes  # threads, and a few in the last CTA
-            for i in cutlass.range(Int32((vectors + step - 1) // step), unroll=1):
-                vector = start + i * step
-                store_if(vector < vectors, zeros, mSums.iterator.toint() + vector * (4 * Float32.width // 8))
         if const_expr(mTurns is not None):
             # Fewer than threads: one of each tile of queries of a head.
-            turn = Int64(cute.arch.block_idx()[0]) * (WARP * WARPS) + cute.arch.thread_idx()[0]
+            turn = Int64(cta) * (WARP * WARPS) + tidx
             zero = fragment(Int32, 1, 0)
             store_if(turn < cute.size(mTurns), zero, mTurns.iterator.toint() + turn * (Int32.width // 8))
+
+    def _place(self, row, lengths, packed):
+        """The token of a row, and whether there is one. ``lengths``: of rows, and of queries."""
+        seqlen, seqlen_q = lengths
+        if packed is None:
+            return row, row < seqlen_q
+        token, given = self.one_pass.tiles.token_of(row, Sizes(*packed))
+        return token, given & (row < seqlen)
+
+    def _load(self, mOuts, place, at, lane):
+        """A lane's part of the row of each tensor, zeros where there is none."""
+        (token, given), loaded = place, [fragment(m.element_type, VECTOR, 0) for m in mOuts]
+        for m, rX in zip(mOuts, loaded):
+            load_if(given & (lane * VECTOR < self.dv), rX, address_of(m, (token, 0, *at), lane * VECTOR))
+        return loaded
+
+    def _product(self, rX, rY):
+        """The sum of the products of a row, which all of its lanes get."""
+        total = (rX.load().to(Float32) * rY.load().to(Float32)).reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+        for offset in (16, 8, 4, 2, 1):
+            if offset < self.lanes:
+                total = total + cute.arch.shuffle_sync_bfly(total, offset=offset)
+        return total
+
+    def _of_lane(self, lane, totals, places):
+        """The product, the token and whether there is one of the row that a lane writes."""
+        found = [(total, token, given) for total, (token, given) in zip(totals, places)]
+        return [cutlass.select_(lane == 0, *each) for each in zip(*found)]
+
+    @cute.jit
+    def _zero(self, mSums, zeroed, cta, tidx):
+        """Zero a CTA's share of the sums, ``zeroed`` vectors: first, as stores do not wait for loads."""
+        zeros, first = fragment(Float32, ZEROS, 0.0), Int64(cta) * zeroed
+        count = Int32(cutlass.min(elements_of(mSums) // ZEROS - first, Int64(zeroed)))
+        start = mSums.iterator.toint() + first * (ZEROS * Float32.width // 8)
+        for i in cutlass.range(tidx, count, WARP * WARPS, unroll=1):
+            store(zeros, start + i * (ZEROS * Float32.width // 8))
 
     @cute.kernel
     def sinks(self, mSinks, mLse, mDelta, mDsinks, packed):

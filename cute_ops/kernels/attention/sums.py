@@ -106,7 +106,7 @@ class SumsOfTiles:
                 if const_expr(packed is not None):
                     token, given = self.tiles.token_of(row + apart * i, Sizes(*packed), self.axis)
                 for j, (mOut, scale) in enumerate(zip(outs, (self.scale, 1.0))):
-                    if given & (which // batches == j) & (chunk < mOut.shape[1] // CHUNK):
+                    if given & (len(outs) == 1 or (which >= batches) == bool(j)) & (chunk < mOut.shape[1] // CHUNK):
                         rOut = fragment(mOut.element_type, CHUNK)
                         rOut.store((rX.load() * Float32(scale)).to(mOut.element_type))
                         store(rOut, address_of(mOut, (token, chunk * CHUNK, head, which - j * batches)))
