@@ -405,6 +405,10 @@ SECTOR_VECTORS, SECTORS_FROM_ROWS = 2, 1024
 # Vectors of a CTA where a row takes more than four CTAs: with gradients of weight and bias; else by whether rows are
 # aligned.
 SPAN_OF_TWO_SUMS, SPAN = 1600, {True: 1024, False: 2048}
+# Aligned rows of 32 bits and one column sum that four CTAs of CTA_VECTORS would share are shared by two up to this:
+# clusters of four leave some SMs idle. 4810 x 16384 takes 234 us in place of 249, 2844 x 12288 108 in place of 112;
+# of three inputs, 2560 x 10240, 102 in place of 108, but 1600 x 16384 in two slots 104 in place of 103.
+WIDE_PAIR_VECTORS = 4 * CTA_VECTORS
 # By the vectors of a CTA: vectors of a thread, and threads of an SM that have registers for the sums of their columns.
 # Unaligned rows in one or two CTAs.
 UNALIGNED: Ladder[tuple[int, int]] = ((512, (1, 1152)), (1024, (2, 640)))
@@ -535,7 +539,7 @@ def _cut(problem: Problem, row: RowProblem, sums: int) -> tuple[int, int, bool, 
     """
     align = _alignment(problem, row)
     touched = row.vectors + (0 if row.aligned else align)
-    cluster = _backward_cluster(row, touched, sums)
+    cluster = 2 if _wide_pair(problem, row, sums) else _backward_cluster(row, touched, sums)
     if cluster == 2 and _starts_in_lines(row) and row.vectors + LINE_VECTORS <= 2 * CTA_VECTORS:
         return cluster, LINE_VECTORS, True, row.vectors + LINE_VECTORS
     return cluster, align, False, touched
@@ -637,6 +641,14 @@ def _stages(row: RowProblem, slot: int, *, deeper: bool) -> int:
 def _bytes_of_sums(threads: int, cluster: int, centred: bool) -> int:
     """Shared memory of the sums of four rows, from each warp of a cluster, and of their barriers."""
     return 4 * (4 * (6 if centred else 2) * cluster * -(-threads // WARP) + 8)
+
+
+def _wide_pair(problem: Problem, row: RowProblem, sums: int) -> bool:
+    """Whether two CTAs share a row of 32 bits, of more than :data:`CTA_VECTORS` each, in three slots."""
+    slot = row.n * bytes_of(problem, INPUTS) // 2 + 64 * VECTOR_BYTES
+    long = 2 * CTA_VECTORS < row.vectors <= WIDE_PAIR_VECTORS
+    plain = row.itemsize == 4 and row.aligned and sums == 1 and "mean" not in problem.dtypes
+    return plain and long and row.max_cluster > 1 and 3 * slot <= row.ring_bytes
 
 
 def _backward_cluster(row: RowProblem, touched: int, sums: int) -> int:
