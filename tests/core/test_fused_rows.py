@@ -313,6 +313,21 @@ def test_ctas_of_a_row_without_reductions_run_on_any_sm(monkeypatch: pytest.Monk
     assert [configured(op, 600, 40_704).clusters for op in (made.grad, BY_NAME["rms_bwd"])] == [33, 28]
 
 
+def test_long_rows_off_a_vector_without_reductions_are_shared_by_clusters() -> None:
+    seed = int(os.environ.get("CUTE_OPS_SEED", "39"))
+    print("seed", seed)
+    rng = np.random.default_rng(seed)
+    op = fused(
+        lambda xp, x, of_row, gain: x * of_row * gain,
+        operands={"x": TILE, "of_row": "*m 1", "gain": "n"}, name="dequantized_rows",
+    )  # fmt: skip
+    for dtype in ("float32", "bfloat16"):
+        n = int(rng.integers(9_000, 30_000)) | 1
+        config = configured(op, 4096, n, dtype)
+        assert config.form == "one_pass" and config.cluster > 1, (n, dtype)
+        kernel_calls.check(kernel_calls.made(op, 3, n, dtype, "compact", rng))
+
+
 @pytest.mark.parametrize(
     ("n", "dtype", "threads", "share", "resident", "slots"),
     [
