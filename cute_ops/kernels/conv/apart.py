@@ -56,9 +56,15 @@ class Apart:
         return [smem.allocate_tensor(mX.element_type, layout, byte_alignment=16) for _ in self.names]
 
     def rows(self, tensors, names, span):
-        """The rows by name. Before row ``until`` of one, all of the warp's units may be read."""
-        found = super().rows(tensors, names, span)
-        start = span.channel - self.thread() % WARP
+        """The rows by name. Before row ``until`` of one, all of the warp's units may be read. ``unit`` and ``column``:
+        where this thread's unit starts, in memory and in bytes from the row, if the warp's channels start on a unit.
+        """
+        found, lane = super().rows(tensors, names, span), self.thread() % WARP
+        start = span.channel - lane
+        for row in found.values():
+            if row is not None:
+                row.unit = row.start + lane * (self.size - self.itemsize)
+                row.column = start * self.itemsize + lane * self.size
         inside = start + self.units * self.vec <= self.n
         for name in self.names:
             mX, key = getattr(tensors, name), self.keys[name]
@@ -78,26 +84,20 @@ class Apart:
         return super().inner(start, last, rows)
 
     def fetch(self, ring, rows, t, more, end, stage):
-        lane, warp = self.thread() % WARP, self.thread() // WARP
+        lane, warp, more_units = self.thread() % WARP, self.thread() // WARP, WARP * self.size
         for u in range(self.batch):
             for sX, name in zip(ring, self.names):
                 row, here = rows[name], t + (more + u)
-                address = row.address(t, more + u) - lane * (sX.element_type.width // 8)
+                past, source = self._past(row, t, more + u), self._start(row, t, more + u)
                 sRow = sX[None, warp, stage * self.batch + u]
-                size = self.vec * sX.element_type.width // 8
-                past = Int32(address & (size - 1))
-                source = address - past + lane * size
                 sUnits = [self._unit(sRow, unit) for unit in (lane, lane + WARP)]
                 if end is None:
                     copy_if(Boolean(True), source, sUnits[0])
-                    copy_if(lane == 0, source + WARP * size, sUnits[1])
+                    copy_if(lane == 0, source + more_units, sUnits[1])
                 else:
-                    column = row.channel - lane - past // (size // self.vec) + lane * self.vec
                     for i, sUnit in enumerate(sUnits):
-                        valid = (here < end) & ((lane == 0) | (i == 0))
-                        self._copy(
-                            valid, here < row.until, source + i * WARP * size, sUnit, column + i * WARP * self.vec
-                        )
+                        valid, off = (here < end) & ((lane == 0) | (i == 0)), i * more_units
+                        self._copy(valid, here < row.until, source + off, sUnit, row.column - past + off)
         cute.arch.cp_async_commit_group()
 
     def _unit(self, sRow, unit):
@@ -109,7 +109,7 @@ class Apart:
 
     @cute.jit
     def _copy(self, valid: Boolean, whole: Boolean, source: Int64, sUnit: cute.Tensor, column: Int32):
-        """Start copying a unit from a column on; without ``whole`` only its elements in the row may be read."""
+        """Start copying a unit, ``column`` bytes from the row; without ``whole`` only what lies in it may be read."""
         if valid:
             if whole:
                 copy_if(Boolean(True), source, sUnit)
@@ -118,7 +118,7 @@ class Apart:
 
     @cute.jit
     def _copy_inside(self, source: Int64, sUnit: cute.Tensor, column: Int32):
-        if (column >= 0) & (column + self.vec <= self.n):
+        if (column >= 0) & (column <= self.last):
             copy_if(Boolean(True), source, sUnit)
         else:
             self._copy_elements(source, sUnit, column)
@@ -128,7 +128,7 @@ class Apart:
         """Copy a unit's elements that lie in the row."""
         gX = gmem_elements(sUnit.element_type, source, self.vec)
         for j in cutlass.range_constexpr(self.vec):
-            if (column + j >= 0) & (column + j < self.n):
+            if (column + j * self.itemsize >= 0) & (column + j * self.itemsize < self.n * self.itemsize):
                 sUnit[j] = gX[j]
 
     def wait(self):
@@ -144,10 +144,10 @@ class Apart:
         for u in range(self.batch):
             vectors = []
             for sX, name in zip(ring, self.names):
-                past = self._past(rows[name], t, u, lane, sX.element_type)
-                rX = fragment(sX.element_type, self.vec)
+                rX, past = fragment(sX.element_type, self.vec), self._past(rows[name], t, u)
+                sElements = self._own(sX[None, warp, stage * self.batch + u], past + lane * self.itemsize)
                 for c in range(self.vec):
-                    rX[c] = sX[past + lane + c * WARP, warp, stage * self.batch + u]
+                    rX[c] = sElements[c]
                 vectors.append(rX)
             held.append(vectors)
         return held
@@ -156,52 +156,110 @@ class Apart:
         """Put a row's elements where they are in the warp's units of memory."""
         row, ring, stores = to
         lane, warp = self.thread() % WARP, self.thread() // WARP
-        past = self._past(row, t, more, lane, rX.element_type)
+        past = self._past(row, t, more)
+        sElements = self._own(ring[-1][None, warp, len(stores)], past + lane * self.itemsize)
         for c in range(self.vec):
-            ring[-1][past + lane + c * WARP, warp, len(stores)] = rX[c]
+            sElements[c] = rX[c]
         stores.append((valid, more))
 
     def flush(self, to, t):
         """Store a step's rows by units: a store of part of a sector costs L2 as much as one of all of it."""
         row, ring, stores = to
-        lane, warp, sX = self.thread() % WARP, self.thread() // WARP, ring[-1]
-        itemsize, rows = sX.element_type.width // 8, Int32(0)
+        lane, warp, sX, rows = self.thread() % WARP, self.thread() // WARP, ring[-1], Int32(0)
         cute.arch.sync_warp()
         for u, (valid, more) in enumerate(stores):
-            past = self._past(row, t, more, lane, sX.element_type)
-            column = row.channel - lane - past + lane * self.vec
-            address = row.address(t, more) + (column - row.channel) * itemsize
-            whole = valid & ((past == 0) | (lane > 0)) & (column < self.n)
-            self._store_unit(whole, self._unit(sX[None, warp, u], lane), address, column)
+            own, left = self._left(row, t, (valid, more))
+            sUnit, address = self._unit(sX[None, warp, u], lane), self._start(row, t, more)
+            if self.ends_later:
+                self._store_whole(own & (left >= self.size), sUnit, address)
+            else:
+                self._store_unit(own & (left > 0), sUnit, address, left)
             rows = rows | cutlass.select_(valid, Int32(1 << u), Int32(0))
+        if self.ends_later:
+            self._store_ends(row.column > self.last, to, t)
         # One element to a lane: of each row those of the first unit that are the warp's, and those of the last one.
-        u, place = lane // self.vec, lane % self.vec
-        past = self._past(row, t + u, stores[0][1], lane, sX.element_type)
+        u, place = lane // self.vec, lane % self.vec * self.itemsize
+        past = self._past(row, t + u, stores[0][1])
         valid = (past > 0) & (u < len(stores)) & (((rows >> u) & 1) != 0)
-        place = place + cutlass.select_(place < past, Int32(WARP * self.vec), Int32(0))
-        address = row.address(t + u, stores[0][1]) + (place - past - lane) * itemsize
-        self._store_element(valid & (row.channel - lane - past + place < self.n), sX, place, warp, u, address)
+        place = place + cutlass.select_(place < past, Int32(WARP * self.size), Int32(0))
+        off = place - lane * self.size
+        valid = valid & (row.column - past + off < self.n * self.itemsize)
+        self._store_element(valid, sX[None, warp, u], place, self._start(row, t + u, stores[0][1]) + off)
 
     @cute.jit
-    def _store_element(self, valid: Boolean, sX: cute.Tensor, place: Int32, warp: Int32, u: Int32, address: Int64):
+    def _store_element(self, valid: Boolean, sRow: cute.Tensor, place: Int32, address: Int64):
         if valid:
-            gmem_elements(sX.element_type, address, 1)[0] = sX[place, warp, u]
+            gmem_elements(sRow.element_type, address, 1)[0] = self._own(sRow, place)[0]
+
+    def _left(self, row, t, store):
+        """(whether all of this thread's unit is the warp's, and stored; bytes from its start to the row's end)"""
+        valid, more = store
+        past = self._past(row, t, more)
+        return valid & ((past == 0) | (self.thread() % WARP > 0)), self.n * self.itemsize - row.column + past
 
     @cute.jit
-    def _store_unit(self, valid: Boolean, sUnit: cute.Tensor, address: Int64, column: Int32):
-        """Store a unit, or what of it lies in the row."""
+    def _store_unit(self, valid: Boolean, sUnit: cute.Tensor, address: Int64, left: Int32):
+        """Store a unit, or what of it lies in the row, ``left`` bytes."""
         if valid:
             rX = fragment(sUnit.element_type, self.vec)
             cute.autovec_copy(sUnit, rX)
-            if column + self.vec <= self.n:
+            if left >= self.size:
                 store(rX, address, True)
             else:
-                store_elements(rX, address, column, Int32(self.n))
+                store_elements(rX, address, Int32(0), left // self.itemsize)
 
-    def _past(self, row, t, more, lane, dtype):
-        """How many elements of a unit come before the warp's first channel of a row."""
-        address = row.address(t, more) - lane * (dtype.width // 8)
-        return Int32(address & (self.vec * dtype.width // 8 - 1)) // (dtype.width // 8)
+    @cute.jit
+    def _store_whole(self, valid: Boolean, sUnit: cute.Tensor, address: Int64):
+        if valid:
+            rX = fragment(sUnit.element_type, self.vec)
+            cute.autovec_copy(sUnit, rX)
+            store(rX, address, True)
+
+    @cute.jit
+    def _store_ends(self, last: Boolean, to: cutlass.Constexpr, t: Int32):
+        """Store what lies in the row of the units at its end, which few threads have."""
+        if last:
+            row, ring, stores = to
+            lane, warp, sX = self.thread() % WARP, self.thread() // WARP, ring[-1]
+            for u, each in enumerate(stores):
+                own, left = self._left(row, t, each)
+                valid = own & (left > 0) & (left < self.size)
+                self._store_unit(valid, self._unit(sX[None, warp, u], lane), self._start(row, t, each[1]), left)
+
+    def _past(self, row, t, more):
+        """How many bytes of a unit come before the warp's first channel of a row."""
+        return Int32(row.unit + Int64(t) * row.step + more * row.step) & (self.size - 1)
+
+    def _start(self, row, t, more):
+        """Where this thread's unit of the warp's starts."""
+        return (row.unit + Int64(t) * row.step + more * row.step) & -self.size
+
+    def _own(self, sRow, offset):
+        """A thread's elements of a row in shared memory, from so many bytes on."""
+        dtype = sRow.element_type
+        pointer = cute.make_ptr(dtype, sRow.iterator.toint() + offset, cute.AddressSpace.smem)
+        return cute.make_tensor(pointer, cute.make_layout((self.vec,), stride=(WARP,)))
+
+    @property
+    def size(self):
+        """Bytes of a unit."""
+        return self.vec * self.itemsize
+
+    @property
+    def ends_later(self):
+        """Whether the ends of rows are stored after all units of a step: one branch in place of one for each row. With
+        32 bits it takes registers that there are not.
+        """
+        return self.itemsize == 2
+
+    @property
+    def last(self):
+        """Bytes from a row's start to where the last unit that is all in it may start."""
+        return self.n * self.itemsize - self.size
+
+    @property
+    def itemsize(self):
+        return ITEMSIZE[self.keys["x"].dtype]
 
     @cute.jit
     def get(self, valid: Boolean, rX: cute.Tensor, address: Int64, channel: Int32):
