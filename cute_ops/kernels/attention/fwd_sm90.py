@@ -438,7 +438,7 @@ class AttentionFwd(ForwardKernel):
         """Hide scores of a tile that are left out."""
         if not whole:
             rest = self.tiles.rest_of(place.tile, place.sizes, place.tile.block, keys)
-            self.mods.hide(by_row(rS), place, -Float32.inf, rest)
+            self.mods.hide(by_row(rS), place, -Float32.inf, rest, votes=True)
         self._hide_missing(by_row(rS), *missing)
 
     def _there(self, ring_k, slot):

@@ -4,7 +4,7 @@ from functools import partial
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from cute_ops.expressions.graph import operands_of
 from cute_ops.expressions.reads import SIZE, Mod, known, ranged
@@ -15,6 +15,7 @@ from cute_ops.kernels.emit.emitter import Emitter
 from cute_ops.kernels.emit.primitives import DEVICE
 from cute_ops.kernels.lib.activation import LOG2_E
 from cute_ops.kernels.lib.matrix import folded
+from cute_ops.kernels.tensor_core.sizes import WARP
 
 HEAD, Q, K = 1, 2, 3  # of coordinates
 
@@ -77,6 +78,62 @@ class Evaluated:
         """The operands of a change of scores that differ between columns of a row, besides the column's coordinate."""
         reads = range(len(self.mod.reads))
         return {0, *(self.mod.given + i for i in reads if self.mod.depends(i)[0 if place.keys_down else 1])}
+
+    def rows_are_alike(self, place):
+        """Whether a mask is the same in all rows of a warp, queries, as far as what it reads by query tells."""
+        used = operands_of(self.mod.expression, self.mod.expression.outputs[0])
+        reads = [(i, self.mod.depends(i)) for i in range(len(self.mod.reads)) if self.mod.given + i in used]
+        own = [i for i, (by_query, _) in reads if by_query]
+        if Q in used or any(all(by) for _, by in reads):
+            return Boolean(False)
+        loaded, rows = {}, []
+        for r, c, at, coordinates in place.each():
+            if c == 0:
+                operands = self.operands(coordinates, place.sizes.captured, loaded, at, place.numbers(r, c))
+                rows.append([operands[self.mod.given + i] for i in own])
+        alike = Boolean(True)
+        for values in zip(*rows):
+            first = cute.arch.shuffle_sync(values[0], 0)
+            for value in values:
+                alike = alike & (value == first)
+        return cute.arch.vote_all_sync(alike)
+
+    def once(self, words, place):
+        """Of bits of columns of a thread's rows those that a mask lets pass, where :meth:`rows_are_alike`."""
+        shared = self._words(place)
+        return [[word & each for word, each in zip(row, shared)] for row in words]
+
+    def by_rows(self, words, place, rest):
+        """Of bits of columns of a thread's rows those of rows of which a mask may be true, and whether that is all of
+        it: of each row alone it may be known, as where a tile has queries of two documents.
+        """
+        known = [rest(row) for row in place.rows]
+        words = [[cutlass.select_(some, word, Int32(0)) for word in row] for row, (_, some) in zip(words, known)]
+        (every, some), (every_second, some_second) = known
+        alike = (every | (some ^ True)) & (every_second | (some_second ^ True))
+        return *words, cute.arch.vote_all_sync(alike)
+
+    def _words(self, place):
+        """The columns that a mask lets pass in rows that are alike, as bits of a thread's: each lane looks at one of 32
+        columns of the tile.
+        """
+        count, lane, votes = len(place.columns), cute.arch.lane_idx(), []
+        for i in range(-(-4 * count // WARP)):
+            quarter, c = (i * WARP + lane) // count, (i * WARP + lane) % count  # of the threads of a row, one's column
+            column = place.start + (quarter - lane % 4) * 2 + c // 2 * 8 + c % 2
+            own = place._replace(start=column, columns=(0,))
+            ((_, _, at, coordinates),) = list(own.each())[:1]
+            operands = self.operands(coordinates, place.sizes.captured, {}, at, own.numbers(0, 0))
+            votes.append(Int64(cute.arch.vote_ballot_sync(self.emit(*operands)[0])) & 0xFFFFFFFF)
+        words, votes = [], [*votes, Int64(0)]
+        for start in range(0, count, WORD):
+            word = Int32(0)
+            for quarter in range(4):
+                number, shift = divmod(quarter * count + start, WARP)
+                bits = Int32(((votes[number] | (votes[number + 1] << WARP)) >> shift) & 0xFFFFFFFF)
+                word = cutlass.select_(lane % 4 == quarter, bits, word)
+            words.append(word)
+        return words
 
     def read(self, i, operands, captured, numbers=None):
         """An element of an array, or its size, by the operands before it.
@@ -250,23 +307,28 @@ class Mods:
         return cutlass.select_(before == 0.0, before, after)
 
     @cute.jit
-    def hide(self, values, place: cutlass.Constexpr, hidden: cutlass.Constexpr, rest: cutlass.Constexpr = None):
+    def hide(
+        self, values, place: cutlass.Constexpr, hidden: cutlass.Constexpr, rest: cutlass.Constexpr = None,
+        votes: cutlass.Constexpr = False,
+    ):  # fmt: skip
         """Replace values of keys that a query does not attend to, and of what lies behind the last key.
 
-        ``rest``: of a mask that :meth:`has_rest`, a function: see :meth:`Tiles.rest_of`.
+        Args:
+            rest: of a mask that :meth:`has_rest`, a function: see :meth:`Tiles.rest_of`.
+            votes: whether a warp whose rows are alike looks at each column once, where rows are queries.
         """
         limits, others = self.parts[place.keys_down]
         by_words = (bool(limits) or others is None) and are_pairs(place.columns) and not place.heads_by_row
         words = [self._words(limits, place, r) for r in range(len(place.rows))] if by_words else None
         if const_expr(rest is not None and by_words and others is not None):
             whole, first, second = rest()[0], words[0], words[1]
+            once, by_rows, rows_are_alike = others.once, others.by_rows, others.rows_are_alike if votes else never
             if not whole:
-                # Of each row alone it may be known, as where a tile has queries of two documents.
-                (every, some), (every_second, some_second) = [rest(row) for row in place.rows]
-                first = [cutlass.select_(some, word, Int32(0)) for word in first]
-                second = [cutlass.select_(some_second, word, Int32(0)) for word in second]
-                alike = (every | (some ^ True)) & (every_second | (some_second ^ True))
-                whole = cute.arch.vote_all_sync(alike)
+                if rows_are_alike(place):
+                    first, second = once((first, second), place)
+                    whole = Boolean(True)
+                else:
+                    first, second, whole = by_rows((first, second), place, rest)
             if whole:
                 self._hide(values, place, hidden, (first, second), None)
             else:
@@ -301,6 +363,10 @@ class Mods:
             given = Scaled(self.scale, products[r, c]), *coordinates
             operands = self.score.along(self.score.operands(given, place.sizes.captured, loaded, at), place, c)
             cotangents[r, c] = self._derived(operands, self.score.varying(place), cotangents[r, c])
+
+
+def never(_):
+    return Boolean(False)
 
 
 def emitter_of(text):
