@@ -378,6 +378,21 @@ def test_results_of_blocks_of_two_heads(number: int, tmp_path: Path, monkeypatch
     return _check_results(call, Functions(mods.alibi, document, captured), tmp_path)
 
 
+@pytest.mark.drawn(0.5, among="emulated attention")
+@pytest.mark.slow
+@products.emulated
+@pytest.mark.parametrize("number", range(2))
+def test_results_of_scores_that_grow_from_tile_to_tile(number: int, tmp_path: Path) -> None:
+    """By so much that weights are made smaller, and by more than float32 holds."""
+    print("seed", SEED)
+    rng = np.random.default_rng((SEED, number))
+    t = int(rng.integers(260, 380))
+    attrs = {"causal": True} if number else {"left": 300, "right": 100}
+    call = Call(1, int(rng.integers(40, 64)), t, 1, 1, (128, 64)[number], 64, "bfloat16", attrs, False, False)
+    factors = np.array([7, 300, 1] if number else [1, 7, 1])[:, None, None]
+    _check_results(call, NO_FUNCTIONS, tmp_path, factors)
+
+
 @pytest.mark.parametrize(
     ("sizes", "options", "heads"),
     [
@@ -443,8 +458,11 @@ def test_ctas_have_as_many_blocks_as_others(monkeypatch: pytest.MonkeyPatch) -> 
         assert max(lengths) - min(lengths) <= 1, (count, together, ctas, lengths)
 
 
-def _check_results(call: Call, functions: Functions, folder: Path) -> None:
+def _check_results(call: Call, functions: Functions, folder: Path, factors: np.ndarray | None = None) -> None:
+    """``factors``: of keys, by tiles of 128."""
     run, (q, k, v) = Run(attention, call, folder, functions), halves(*arrays(call, 0))
+    if factors is not None:
+        k = (k * factors[np.arange(call.t) // 128]).astype(k.dtype)
     out = np.full((*q.shape[:-1], call.e), np.nan, q.dtype)
     lse = np.full((call.batch, call.h, call.s), np.nan, np.float32)
     config = AttentionConfig.of(run.variant.config)

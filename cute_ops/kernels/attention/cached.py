@@ -6,6 +6,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from cute_ops.declaration.shapes import ITEMSIZE
 from cute_ops.kernels.attention.combine import Combine, Results, store_pairs
+from cute_ops.kernels.attention.lazy_softmax import LazySoftmax
 from cute_ops.kernels.attention.mods import by_index
 from cute_ops.kernels.attention.registers import by_row
 from cute_ops.kernels.attention.softmax import OnlineSoftmax
@@ -30,7 +31,8 @@ class Cached:
         super().__init__(variant)
         self.variant, self.float8 = variant, ITEMSIZE[variant.tensors["k"].dtype] == 1
         # Never a :class:`CappedSoftmax`, which takes products before they are scaled and missing keys are hidden.
-        self.softmax = OnlineSoftmax(*self.mods.outer, self.softmax.growth)
+        if not isinstance(self.softmax, LazySoftmax):
+            self.softmax = OnlineSoftmax(*self.mods.outer, self.softmax.growth)
         self.combine = Combine(self.dv, can_use_pdl(variant.arch))
 
     def _given(self, arguments):

@@ -10,6 +10,7 @@ from cutlass.utils import hopper_helpers as hopper
 
 from cute_ops.kernels.attention.config import AttentionConfig
 from cute_ops.kernels.attention.forward import ForwardKernel
+from cute_ops.kernels.attention.lazy_softmax import LazySoftmax
 from cute_ops.kernels.attention.mods import by_index
 from cute_ops.kernels.attention.products import (
     mma_of_scores,
@@ -70,6 +71,9 @@ class AttentionFwd(ForwardKernel):
         # Whether a CTA draws its next block when it is free: the work of blocks is not known before. Blocks of long
         # heads have a CTA each.
         self.draws = self.may_draw and bool(self.mods.by_query) and not self.is_long
+        # Longer heads wait for keys whose slot is held: 2 x 4096 of 256 take 5% longer.
+        self.is_lazy = self.mods.score is None and max(self.d, self.dv) <= LONG
+        self.softmax = LazySoftmax(self.mods.scale) if self.is_lazy else self.softmax
         # Whether warpgroups may have fewer tiles than their block: some of those at its ends.
         self.narrows = self.mods.is_interval and self.tile_m > self.tile_n
 
@@ -244,6 +248,7 @@ class AttentionFwd(ForwardKernel):
         rP = cute.make_rmem_tensor(((2, 2, 2), 1, self.tile_n // 16), self.dtype)
         rMax, rSum = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
         score, value = ((mma_first, mma_qk), tSrQ, tSrK, rS), (mma_pv, rP, tOrV, rO)
+        rLazy = cute.make_rmem_tensor(1, Int32)
 
         q_slot = make_pipeline_state(PipelineUserType.Consumer, 1)
         slot = make_pipeline_state(PipelineUserType.Consumer, self.stages)
@@ -262,6 +267,7 @@ class AttentionFwd(ForwardKernel):
                 first, last = self._keys_of(tile, own)
                 rMax.fill(self.softmax.least)
                 rSum.fill(0.0)
+                rLazy.fill(1)
                 rO.fill(0.0)
                 above, below = self._left_out(tile, own, group, (first, last))
                 ring_q.consumer_wait(q_slot)
@@ -282,7 +288,7 @@ class AttentionFwd(ForwardKernel):
                     self._release_queries(ring_q, q_slot, last == first)
                     seen = self.tiles.look(self.tiles.nothing_seen(), tile, own, (tile.block, last))
                     at = tile, own._replace(seen=seen), (thread, group), there
-                    self._weigh(rS, at, last, (rMax, rSum), True)
+                    self._weigh(rS, at, last, (rMax, rSum))
                     late.fill(1.0)
                     store_packed(rS, rP)
                     for i in cutlass.range(1, last - first + 1, unroll=1):
@@ -299,11 +305,12 @@ class AttentionFwd(ForwardKernel):
                             self._end_turn(group)
                             warpgroup.wait_group(1)
                             there = self._there(ring_k, slot)
-                            ring_k.consumer_release(slot)
-                            slot.advance()
-                            self._release_queries(ring_q, q_slot, keys == first)
+                            held = q.s, k.s, (queries, slot.index)
+                            self._release_scores(rings, (slot, q_slot), keys == first, before=True)
                             at = tile, looked, (thread, group), there
-                            factors = self._weigh(rS, at, keys, (rMax, rSum), False)
+                            factors = self._weigh(rS, at, keys, (rMax, rSum), (rLazy, held))
+                            self._release_scores(rings, (slot, q_slot), keys == first, before=False)
+                            slot.advance()
                             # ptxas would move the wait ahead of the exponentials, but not over a branch on their sums.
                             if rSum[0] + rSum[1] < 0.0:
                                 cute.arch.sync_warp()
@@ -371,6 +378,15 @@ class AttentionFwd(ForwardKernel):
         ring_v.consumer_wait(before)
         ring_v.consumer_release(before)
 
+    def _release_scores(self, rings, at, is_last, before):
+        """Let the next keys be loaded, and the next queries behind a block's last tile: before scores are exponentiated
+        where these cannot be multiplied again.
+        """
+        (ring_q, ring_k, _), (slot, q_slot) = rings, at
+        if before != self.is_lazy:
+            ring_k.consumer_release(slot)
+            self._release_queries(ring_q, q_slot, is_last)
+
     @cute.jit
     def _release_queries(self, ring_q: cutlass.Constexpr, q_slot, is_last):
         """Let the next block's queries be loaded, once the scores of a block's last tile are multiplied."""
@@ -411,18 +427,26 @@ class AttentionFwd(ForwardKernel):
 
     @cute.jit
     def _weigh(
-        self, rS, at: cutlass.Constexpr, keys, sums: cutlass.Constexpr, is_last: cutlass.Constexpr
+        self, rS, at: cutlass.Constexpr, keys, sums: cutlass.Constexpr, later: cutlass.Constexpr = None
     ):  # fmt: skip
         """Change a tile's scores and exponentiate them: see :meth:`OnlineSoftmax.add`. Without a mask keys are left out
-        of the last tile alone.
+        of the last tile alone, which is a block's first one; of others ``later`` are whether the warp is lazy, and the
+        operands of scores in shared memory with their slots.
         """
-        tile, sizes, (tidx, group), there = at
+        (tile, sizes, (tidx, group), there), is_last = at, later is None
         whole = Boolean(True)
         if const_expr(is_last or self.mods.mask is not None):
             rows = self._rows(tile, group) if self.narrows else None
             whole = self.tiles.whole(tile, sizes, tile.block, keys, rows)
         first = tile.block * self.tile_m, keys * self.tile_n, self.tile_n
         place = place_of(tidx, tile, first, sizes)
+        if const_expr(self.is_lazy and not is_last):
+            rLazy, held = later
+            self._change(rS, place)
+            self._hide(rS, place, whole, keys, (there, tidx))
+            return self.softmax.add_later(
+                rS, sums, rLazy, lambda: self._score_again(rS, place, whole, keys, (there, tidx), held)
+            )
         return self.softmax.add_changed(
             rS, sums, whole, lambda: self._change(rS, place), lambda: self._hide(rS, place, whole, keys, (there, tidx))
         )
@@ -440,6 +464,23 @@ class AttentionFwd(ForwardKernel):
             rest = self.tiles.rest_of(place.tile, place.sizes, place.tile.block, keys)
             self.mods.hide(by_row(rS), place, -Float32.inf, rest, votes=True)
         self._hide_missing(by_row(rS), *missing)
+
+    @cute.jit
+    def _score_again(
+        self, rS, place: cutlass.Constexpr, whole, keys, missing: cutlass.Constexpr, held: cutlass.Constexpr
+    ):  # fmt: skip
+        """Multiply a tile's scores once more, each thread its own: few tiles need it."""
+        (sQ, sK, (queries, slot)), scores = held, by_row(rS)
+        row, column = first_row(missing[1]), missing[1] % 4 * 2
+        rS.fill(0.0)
+        for j in cutlass.range(self.d, unroll=1):
+            left = [Float32(sQ[row + 8 * r, j, queries]) for r in range(2)]
+            for c in cutlass.range_constexpr(len(place.columns)):
+                right = Float32(sK[column + place.columns[c], j, slot])
+                for r in cutlass.range_constexpr(2):
+                    scores[r, c] = scores[r, c] + left[r] * right
+        self._change(rS, place)
+        self._hide(rS, place, whole, keys, missing)
 
     def _there(self, ring_k, slot):
         """Which keys of a slot are there; None where all are."""
