@@ -26,7 +26,8 @@ TILES: tuple[tuple[Form, int, int], ...] = (
 )  # fmt: skip
 # Tiles of three blocks of rows, of products of so many rows, where two blocks are too few, with clusters along n; the
 # model must find them so much faster than others. 165 x 16384 x 3976 takes 46.3 us by them and 51.9 by others, 176 x
-# 11008 x 4096 32.5 and 39.4; of 15 products 12 take 5 to 18% less time, three as long within 1.3% (H200).
+# 11008 x 4096 32.5 and 39.4; of 23 drawn products 21 take 2 to 23% less time, none longer (H200). Of products
+# with tiles of their epilogue those of one wave alone have them: three others took 1 to 3% longer.
 THREE_BLOCKS, OF_THREE_BLOCKS, FASTER_BY_THREE = 192, range(129, 513), 1.06
 # Clusters of four CTAs are for tiles of 64 rows, which load most from L2 for what they multiply.
 CLUSTERS: tuple[tuple[int, int], ...] = ((1, 2), (2, 1), (1, 1), (2, 2), (4, 1))
@@ -258,7 +259,7 @@ def choose(size: GemmSize, cost: EpilogueCost, arch: str, sm_count: int, by_rows
     Args:
         by_rows: whether a's rows are contiguous: of a tile at the edge fewer can be loaded then.
     """
-    possible = tuple(config for config in configs(arch, sm_count, cost) if _is_for(config, size.m))
+    possible = tuple(config for config in configs(arch, sm_count, cost) if _is_for(config, size, cost))
     if by_rows:
         possible = tuple(with_edge(config, size.m) for config in possible)
     stored = size.batch * size.m * size.n * sum(cost.outputs) // (STORED_BYTES * sm_count)
@@ -307,13 +308,13 @@ def _without_cluster(chosen: GemmConfig, near: Iterable[GemmConfig]) -> GemmConf
     return next(alone, chosen) if chosen.cluster_n > 1 else chosen
 
 
-def _is_for(config: GemmConfig, m: int) -> bool:
-    """Whether a config was measured for products of so many rows."""
+def _is_for(config: GemmConfig, size: GemmSize, cost: EpilogueCost) -> bool:
+    """Whether a config was measured not to lose in products of so many rows."""
     if config.tile_m == THREE_BLOCKS:
-        return m in OF_THREE_BLOCKS
+        return size.m in OF_THREE_BLOCKS and (not cost.tiles or _tiles(config, size, cost) <= config.clusters)
     if config.tile_m == 2 * MMA_M and (config.tile_n, config.cluster_k) in SHARED_128:
-        return m > MMA_M
-    return m <= MMA_M or not _for_few_rows(config)
+        return size.m > MMA_M
+    return size.m <= MMA_M or not _for_few_rows(config)
 
 
 def _stores_few(config: GemmConfig) -> bool:
@@ -520,7 +521,7 @@ def space_of(sizes: tuple[str, str, str], epilogue_cost: Callable[[Problem], Epi
 
 def others(heuristic: GemmConfig, size: GemmSize, cost: EpilogueCost, arch: str, sm_count: int) -> Iterator[GemmConfig]:
     """Other tiles, forms and clusters, and of the heuristic's config other stages and another walk over tiles."""
-    possible = (c for c in configs(arch, sm_count, cost) if _is_for(c, size.m))
+    possible = (c for c in configs(arch, sm_count, cost) if _is_for(c, size, cost))
     times = {c: slowest_cycles(c, size, cost) for c in possible}
     least = min((time for config, time in times.items() if not _for_one_wave(config)), default=math.inf)
     yield from (c for c, time in times.items() if time <= least * (1 if _for_one_wave(c) else NEAR))
