@@ -299,8 +299,6 @@ class Emitter:
 
     def _as_read(self, array: Node, read: Read) -> Node:
         """An array that scores are computed from, by the dims of batch, head, query and key that it has."""
-        if example(array).requires_grad:  # what the analysis took for fixed
-            raise Refused("an array that its scores are computed from has a gradient")
         whole = self.method("expand", self.method("reshape", array, read.shape), read.sizes)
         return self.method("contiguous", self._seen(whole, read.order, read.merged))
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import cute_ops_jax
+from cute_ops.fusion import attention
 from cute_ops.testing import compare_one, limits_of
 from tests.jax.drawn_graphs import QUICK
 
@@ -317,6 +318,11 @@ FORMS: dict[str, tuple[Callable[..., Array], tuple[Array, ...], str]] = {
     "exponentials times the mask": (before_the_sum(False, False), (Q, K, V, LEFT.at[1, 0].set(True)), "scores changed"),
     "zeros among exponentials": (before_the_sum(True, True), (Q, K, V, LEFT.at[1, 0].set(True)), "scores changed"),
     "bias without a gradient": (stopped, (Q, K, V, draw(H, T, T)), "scores changed"),
+    "learned bias": (lambda q, k, v, b: mixed(dots(q, k) + b, v), (Q, K, V, draw(H, T, T)), "scores changed"),
+    "learned bias of examples": (
+        lambda q, k, v, b, c: mixed(jnp.where(lower(), wide(dots(q, k)) + wide(b) * c, -1e9), v),
+        (Q, K, V, draw(B, 1, T, T), draw(H, 1, T)), "causal, scores changed",
+    ),
     "known slopes": (with_slopes, (Q, K, V), "causal, scores changed"),
     "by the reciprocal": (by(lambda x: jnp.exp(x) * (1 / jnp.exp(x).sum(-1, keepdims=True))), (Q, K, V), "causal"),
     "divided behind": (divided_behind, (Q, FEW_K, FEW_V), "causal"),
@@ -339,8 +345,11 @@ FORMS: dict[str, tuple[Callable[..., Array], tuple[Array, ...], str]] = {
 
 @pytest.mark.drawn(0.3)
 @pytest.mark.parametrize("name", FORMS)
-def test_forms(name: str) -> None:
+def test_forms(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     function, args, said = FORMS[name]
+    if name.startswith("learned"):  # however few scores there are
+        monkeypatch.setattr(attention, "LEAST_LEARNED", 0)
+        monkeypatch.setattr(attention, "LEAST_LEARNED_KEYS", 0)
     (entry,) = cute_ops_jax.fuse.report(function, *args).replaced
     given = ", ".join(
         [*(f"captured{i}" for i in range(entry.what.count("captured"))), *["sinks"] * ("sinks," in entry.what)]
@@ -385,7 +394,8 @@ def became(function: Callable[..., Any], *args: Any) -> list[str]:
 STAYS: dict[str, tuple[Callable[..., Any], tuple[Array, ...], str]] = {
     "bias with a gradient": (
         lambda q, k, v, b: mixed(dots(q, k) + b, v), (Q, K, V, draw(H, T, T)),
-        "an array that its scores are computed from may have a gradient: stop it where none is needed",
+        "an array that its scores are computed from may have a gradient, which costs more than attention saves up to "
+        "2^25 scores: stop it where none is needed",
     ),
     "weights": (
         lambda q, k, v: (mixed(dots(q, k), v), softmax(dots(q, k), v).max()), (Q, K, V),

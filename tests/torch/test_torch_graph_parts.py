@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from cute_ops.fusion import attention as written_attention
 from cute_ops.jit.target import Target
 from cute_ops_torch import inductor
 from cute_ops_torch.inductor import choice, graph_pass
@@ -818,6 +819,12 @@ WRITTEN: dict[str, tuple[Callable[..., Tensor], str]] = {
     "window": (lambda q, k, v: torch.softmax(_masked(q @ k.mT * 0.25, -3), -1) @ v, "q, k, v, left=3, right=0"),
     "capped": (lambda q, k, v: torch.softmax(5 * torch.tanh(q @ k.mT * 0.05), -1) @ v, "q, k, v, softcap=5"),
     "sinks": (_with_sinks, "q, k, v, sinks, causal"),
+    "learned bias of keys": (
+        lambda q, k, v: torch.softmax(q @ k.mT * 0.25 + v[..., :1].mT, -1) @ v, "q, k, v, captured0, scores changed",
+    ),
+    "learned bias of heads": (
+        lambda q, k, v: torch.softmax(q @ k.mT * 0.25 + q[:1] @ q[:1].mT, -1) @ v, "q, k, v, captured0, scores changed",
+    ),
     "one batch": (
         lambda q, k, v: torch.bmm(
             torch.softmax(torch.bmm(q.flatten(0, 1), k.flatten(0, 1).mT) * 0.25, -1), v.flatten(0, 1)
@@ -838,8 +845,13 @@ WRITTEN: dict[str, tuple[Callable[..., Tensor], str]] = {
 @pytest.mark.drawn(0.5)
 @pytest.mark.slow
 @pytest.mark.parametrize(("form", "batch"), [*((form, 2) for form in WRITTEN), ("causal", 1)])
-def test_attention_that_is_written_out_becomes_attention(form: str, batch: int) -> None:
+def test_attention_that_is_written_out_becomes_attention(
+    form: str, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
     function, said = WRITTEN[form]
+    if form.startswith("learned"):  # however few scores there are
+        monkeypatch.setattr(written_attention, "LEAST_LEARNED", 0)
+        monkeypatch.setattr(written_attention, "LEAST_LEARNED_KEYS", 0)
     entries = _run_attention(function, batch)
     assert [entry.what for entry in entries if entry.becomes == "attention"] == [said]
 
