@@ -740,14 +740,16 @@ class _Attention:
     def _read(self, operand: int, smooth: bool) -> Read:
         """An array that scores are computed from, by batch, head, query and key. ``smooth``: it may have a gradient."""
         leaf = self.scores.leaves[operand]
-        _require(leaf.rows == self.rows and not leaf.packed)
+        # Which of its rows each row of the scores is: a program may split heads from the batch for a mask alone.
+        own = [[i] for i, _ in enumerate(self.rows)] if leaf.rows == self.rows else _joined(self.rows, leaf.rows)
+        _require(len(own) == len(self.rows) and not leaf.packed)
         learned = smooth and may_have_gradient(leaf.node, self.known, self.readers.graph.fixed)
         _require(not learned or self._has_many_scores(), _LEARNED)
-        rank = len(self.rows)
+        rank = len(leaf.rows)
         shape = places_of(leaf, rank)
-        groups = ((*self.lead,), tuple(i for i in (self.of_head, self.of_group) if i is not None),
-                  () if self.of_query is None else (self.of_query,), (rank,))  # fmt: skip
-        whole: tuple[Any, ...] = (*self.rows, self.scores.n)
+        of_rows = (self.lead, (self.of_head, self.of_group), (self.of_query,))
+        groups = (*(tuple(axis for i in each if i is not None for axis in own[i]) for each in of_rows), (rank,))
+        whole: tuple[Any, ...] = (*leaf.rows, self.scores.n)
         alone = all(size == 1 for size in shape)  # a number, which becomes one of each example
         sizes, dims, order, merged = list(shape), list[int](), list[int](), list[int]()
         for dim, axes in enumerate(groups):

@@ -803,6 +803,14 @@ def _with_sinks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return weights[..., :-1] @ v
 
 
+def _masked_by_head(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """As fairseq and ESM write it: heads and examples are one batch for products, and two dims for a padding mask."""
+    padded = torch.arange(24) >= torch.linspace(9, 15, q.shape[0])[:, None]
+    scores = torch.bmm(q.flatten(0, 1), k.flatten(0, 1).mT).unflatten(0, q.shape[:2])
+    scores = scores.masked_fill(padded[:, None, None], float("-inf")).flatten(0, 1)
+    return torch.bmm(torch.softmax(scores, -1), v.flatten(0, 1)).unflatten(0, q.shape[:2])
+
+
 def _with_baddbmm(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """As `nn.MultiheadAttention` adds its mask."""
     mask = torch.where(torch.ones(24, 24, dtype=torch.bool).tril(), q.new_zeros(()), torch.tensor(float("-inf")))
@@ -832,6 +840,7 @@ WRITTEN: dict[str, tuple[Callable[..., Tensor], str]] = {
         "q, k, v",
     ),
     "baddbmm": (_with_baddbmm, "q, k, v, causal"),
+    "masked by head": (_masked_by_head, "q, k, v, captured0, scores changed"),
     "scaled by an array": (
         lambda q, k, v: torch.softmax(q @ k.mT * torch.linspace(0.25, 0.25, 1)[0].to(q.dtype), -1) @ v,
         "q, k, v, captured0, scores changed",
