@@ -47,7 +47,7 @@ _ATEN = {
 }  # fmt: skip
 # Tensors that front ends read by their places, and that a program may give by these names.
 _PLACES = {"linear": ("input", "weight", "bias")}
-_PRODUCTS = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm")
+_PRODUCTS = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum")
 _TAKES_SIZES = frozenset(
     (*VIEWS, *COPIES, "view_as", "reshape_as", "expand", "expand_as", "broadcast_to", "getitem", "narrow")
 )
@@ -337,7 +337,7 @@ def _in_one_dtype(graph: Graph, name: str, args: Sequence[Any], dtype: str) -> l
     """The operands of a product in the dtype of its result, as autocast has them."""
     if dtype not in FLOATS:
         return list(args)
-    first = 1 if name in ("addmm", "baddbmm") else 0
+    first = 1 if name in ("addmm", "baddbmm", "einsum") else 0
     return [
         graph.cast(arg, dtype) if first <= i < first + 2 and isinstance(arg, Value) and arg.dtype in FLOATS else arg
         for i, arg in enumerate(args)
@@ -439,6 +439,34 @@ def _matmul(front: Front, args: Any, kwargs: Any, value: torch.Tensor) -> Value 
         return None
     shape, dtype, batch = shape_of(value), dtype_of(value), tuple(range(rank - 2))
     return front.graph.contract(left, right, ((len(left.shape) - 1,), (rank - 2,)), shape, dtype, (batch, batch))
+
+
+def _einsum(front: Front, args: Any, kwargs: Any, value: torch.Tensor) -> Value | None:
+    """A product of two arrays whose letters are each a dim of the batch, summed up, or of one array."""
+    given = args[1] if len(args) == 2 and isinstance(args[1], (list, tuple)) else args[1:]
+    letters = _letters(args[0])
+    if letters is None or len(given) != 2 or not all(isinstance(each, Value) for each in given):
+        return None
+    (a, b, after), (left, right) = letters, given
+    shared = [c for c in a if c in b]
+    batch, summed = [c for c in shared if c in after], [c for c in shared if c not in after]
+    made = [*batch, *(c for c in a + b if c not in shared)]
+    alike = all(left.shape[a.index(c)] == right.shape[b.index(c)] for c in shared)  # a size of 1 is repeated
+    if set(made) != set(after) or len(summed) != 1 or not alike:
+        return None
+    shape = tuple(map(dict(zip(after, shape_of(value), strict=True)).__getitem__, made))
+    over = tuple(map(a.index, summed)), tuple(map(b.index, summed))
+    of_batch = tuple(map(a.index, batch)), tuple(map(b.index, batch))
+    product = front.graph.contract(left, right, over, shape, dtype_of(value), of_batch)
+    return front.graph.transpose(product, [*map(made.index, after)])
+
+
+def _letters(equation: str) -> tuple[str, str, str] | None:
+    """The letters of two arrays and of their product; None of other equations, or where one repeats a letter."""
+    before, _, after = equation.replace(" ", "").partition("->")
+    a, _, b = before.partition(",")
+    unique = all(each.isalpha() and len(set(each)) == len(each) for each in (a, b, after))
+    return (a, b, after) if unique else None
 
 
 def _rms_norm(front: Front, args: Any, kwargs: Any, value: torch.Tensor) -> Value | None:
@@ -586,7 +614,7 @@ _TRANSLATIONS: dict[str, Callable[..., Value | None]] = {
     "layer_norm": _layer_norm, "addcmul": _addcmul, "leaky_relu": _leaky, "permute": _turned, "getattr": _attribute,
     "max": _maximum("maximum"), "min": _maximum("minimum"), "softmax": _softmax(logarithm=False),
     "log_softmax": _softmax(logarithm=True), "detach": lambda *given: None, "view": _view, "reshape": _view,
-    "baddbmm": _baddbmm, **dict.fromkeys(DROPOUT, _dropout),
+    "baddbmm": _baddbmm, "einsum": _einsum, **dict.fromkeys(DROPOUT, _dropout),
     **dict.fromkeys(("zeros", "new_zeros", "zeros_like"), _filled(0.0)),
     **dict.fromkeys(("ones", "new_ones", "ones_like"), _filled(1.0)),
     **dict.fromkeys(("full", "new_full", "full_like", "tensor", "scalar_tensor"), _filled()),

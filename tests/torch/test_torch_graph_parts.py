@@ -840,6 +840,12 @@ WRITTEN: dict[str, tuple[Callable[..., Tensor], str]] = {
         "q, k, v",
     ),
     "baddbmm": (_with_baddbmm, "q, k, v, causal"),
+    "einsum": (
+        lambda q, k, v: torch.einsum(
+            "b h i j, b h j d -> b h i d", torch.softmax(torch.einsum("bhid,bhjd->bhij", q, k) * 0.25, -1), v
+        ),
+        "q, k, v",
+    ),
     "masked by head": (_masked_by_head, "q, k, v, captured0, scores changed"),
     "scaled by an array": (
         lambda q, k, v: torch.softmax(q @ k.mT * torch.linspace(0.25, 0.25, 1)[0].to(q.dtype), -1) @ v,
