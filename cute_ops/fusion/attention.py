@@ -737,18 +737,25 @@ class _Attention:
         used, smooth = operands_of(scores.expression, scores.output), _smooth(scores.expression, scores.output)
         return [self._read(i, i in smooth) for i in sorted(used) if i != scores.acc]
 
+    def _rows_of_read(self, leaf: Leaf) -> tuple[tuple[int, ...], ...]:
+        """Which dims of an array's rows and columns are those of batch, head, query and key.
+
+        A program may split heads from the batch for a mask alone.
+        """
+        own = [[i] for i, _ in enumerate(self.rows)] if leaf.rows == self.rows else _joined(self.rows, leaf.rows)
+        _require(len(own) == len(self.rows))
+        of_rows = (self.lead, (self.of_head, self.of_group), (self.of_query,))
+        return (*(tuple(axis for i in each if i is not None for axis in own[i]) for each in of_rows), (len(leaf.rows),))
+
     def _read(self, operand: int, smooth: bool) -> Read:
         """An array that scores are computed from, by batch, head, query and key. ``smooth``: it may have a gradient."""
         leaf = self.scores.leaves[operand]
-        # Which of its rows each row of the scores is: a program may split heads from the batch for a mask alone.
-        own = [[i] for i, _ in enumerate(self.rows)] if leaf.rows == self.rows else _joined(self.rows, leaf.rows)
-        _require(len(own) == len(self.rows) and not leaf.packed)
+        groups = self._rows_of_read(leaf)
+        _require(not leaf.packed)
         learned = smooth and may_have_gradient(leaf.node, self.known, self.readers.graph.fixed)
         _require(not learned or self._has_many_scores(), _LEARNED)
         rank = len(leaf.rows)
         shape = places_of(leaf, rank)
-        of_rows = (self.lead, (self.of_head, self.of_group), (self.of_query,))
-        groups = (*(tuple(axis for i in each if i is not None for axis in own[i]) for each in of_rows), (rank,))
         whole: tuple[Any, ...] = (*leaf.rows, self.scores.n)
         alone = all(size == 1 for size in shape)  # a number, which becomes one of each example
         sizes, dims, order, merged = list(shape), list[int](), list[int](), list[int]()
