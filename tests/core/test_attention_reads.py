@@ -85,7 +85,7 @@ def test_which_scores_share_an_element(function: Any, rank: int, share: Any) -> 
         (distances, (2, 401), (1, 140, 200, 2, 1, 16, 16), {"left": 30}),
         (slopes, (2,), (1, 20, 130, 2, 1, 32, 32), {"causal": True}),
         (of_query, (2, 30), (2, 30, 70, 2, 2, 16, 32), {}),
-        (of_key, (2, 70), (2, 135, 70, 2, 2, 16, 16), {}),
+        (of_key, (2, 70), (2, 135, 70, 2, 2, 16, 16), {}), (of_key, (1, 20), (1, 37, 20, 1, 1, 16, 256), {}),
     ],
     ids=lambda x: getattr(x, "__name__", ""),
 )  # fmt: skip

@@ -47,9 +47,8 @@ class AttentionBackward:
 
     def __init__(self, variant):
         config, dims = AttentionBackwardConfig.of(variant.config), variant.dims
-        self.dv, self.packed = dims["e"], "cu_seqlens_q" in variant.names
-        self.lanes = 1 << (-(-self.dv // VECTOR) - 1).bit_length()  # that have a row's delta
-        self.apart = WARP * WARPS // self.lanes  # rows between a thread's
+        self.packed = "cu_seqlens_q" in variant.names
+        self.divide(dims["e"])
         scale = variant.attrs["scale"] or dims["d"] ** -0.5
         self.mods = mods = Mods(scale, config.score, config.mask, config.bounds, config.dscore)
         own = config, dims["d"], dims["e"], mods, scale
@@ -79,7 +78,7 @@ class AttentionBackward:
         first, second = (sizes_of(mQ, mK, captured, tuple(each), offsets) for each in (tables[:2], tables[2:]))
         packed = tuple(second) if const_expr(self.packed and self.one_pass is not None) else None
         mTurns = None if const_expr(mTurns is None) else folded(mTurns, own=2)
-        ctas = cute.ceil_div(Int32(mDelta.shape[2]), ROWS * self.apart) * Int32(mDelta.shape[1]) * mDelta.shape[0]
+        ctas = self.ctas_of(mDelta)
         zeroed = None if const_expr(mSums is None) else Int32((elements_of(mSums) // ZEROS + (ctas - 1)) // ctas)
         self.delta((mOut, mDout), (mLse, mDlse), (mDelta, mLogs), (mSums, zeroed, mTurns), packed).launch(
             grid=[ctas, 1, 1],
@@ -110,6 +109,16 @@ class AttentionBackward:
             Ranges(self.of_keys[0].tiles).launch(second, stream)
             for each in self.of_keys:
                 each.launch(inputs, (mLse, mDelta), (mDk, mDv), second, stream)
+
+    def divide(self, dv):
+        """Divide the rows of deltas, of ``dv`` elements, among threads."""
+        self.dv, self.lanes = dv, 1 << (-(-dv // VECTOR) - 1).bit_length()  # that have a row's delta
+        self.apart = WARP * WARPS // self.lanes  # rows between a thread's
+
+    def ctas_of(self, mDelta):
+        """The CTAs of :meth:`delta`."""
+        batches, heads, seqlen = mDelta.shape
+        return cute.ceil_div(Int32(seqlen), ROWS * self.apart) * Int32(heads) * batches
 
     @cute.jit
     def _add_parts(self, mParts, outs: cutlass.Constexpr, sizes: cutlass.Constexpr, packed: cutlass.Constexpr, stream):

@@ -4,22 +4,19 @@
 """
 
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import const_expr
 
-from cute_ops.kernels.attention.bwd import VECTOR, WARPS, AttentionBackward
+from cute_ops.kernels.attention.bwd import WARPS, AttentionBackward
 from cute_ops.kernels.attention.bwd_reads_sm80 import SumsOfReadsSm80
 from cute_ops.kernels.attention.bwd_reads_sm90 import SumsOfReadsSm90
 from cute_ops.kernels.attention.mods import Mods, by_index
 from cute_ops.kernels.attention.ranges import Ranges
 from cute_ops.kernels.attention.reads_config import ReadsConfig
-from cute_ops.kernels.attention.sums import elements_of
 from cute_ops.kernels.attention.tensors import view
 from cute_ops.kernels.attention.tiles import sizes_of
 from cute_ops.kernels.lib.matrix import folded
 from cute_ops.kernels.lib.pdl import can_use_pdl
 from cute_ops.kernels.tensor_core.sizes import WARP
-
-THREADS = WARP * WARPS
 
 
 class ReadsBackward(AttentionBackward):
@@ -27,8 +24,7 @@ class ReadsBackward(AttentionBackward):
 
     def __init__(self, variant):
         config, dims = ReadsConfig.of(variant.config), variant.dims
-        self.dv = dims["e"]
-        self.lanes = 1 << (-(-self.dv // VECTOR) - 1).bit_length()
+        self.divide(dims["e"])
         scale = variant.attrs["scale"] or dims["d"] ** -0.5
         mods = Mods(scale, config.score, config.mask, config.bounds, config.dscore)
         self.mods, sums = mods, SumsOfReadsSm80 if config.warps else SumsOfReadsSm90
@@ -43,10 +39,9 @@ class ReadsBackward(AttentionBackward):
         mLse, mDelta = (folded(m, own=2) for m in (mLse, mDelta))
         mDlse = None if const_expr(mDlse is None) else folded(mDlse, own=2)
         sizes = sizes_of(mQ, mK, by_index(captured, self.mods), tuple(tables))
-        rows = elements_of(mDelta)
-        self.delta((mOut, mDout), (mLse, mDlse), (mDelta, None), (None, None), None).launch(
-            grid=[Int32((rows * self.lanes + (THREADS - 1)) // THREADS), 1, 1],
-            block=[THREADS, 1, 1],
+        self.delta((mOut, mDout), (mLse, mDlse), (mDelta, None), (None, None, None), None).launch(
+            grid=[self.ctas_of(mDelta), 1, 1],
+            block=[WARP * WARPS, 1, 1],
             stream=stream,
             use_pdl=self.pdl,
         )
