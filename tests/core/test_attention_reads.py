@@ -53,10 +53,20 @@ def biases(xp: Any, score: Any, batch: Any, head: Any, q: Any, k: Any, array: An
     return mods.bias(xp, score, batch, head, q, k, array)
 
 
+def rounded(xp: Any, score: Any, batch: Any, head: Any, q: Any, k: Any, array: Any) -> Any:
+    return score + array[head, xp.floor(q * 0.1 - k * 0.1) + 20]
+
+
+def between(xp: Any, score: Any, batch: Any, head: Any, q: Any, k: Any, array: Any) -> Any:
+    return score + array[head, (q + 0.1) - (k + 0.1) + 20]
+
+
 SHARES: list[tuple[Callable[..., Any], int, tuple[str, bool, bool]]] = [
     (biases, 4, ("score", True, True)), (of_head, 3, ("score", False, True)), (of_query, 2, ("query", True, False)),
     (of_key, 2, ("key", False, True)), (slopes, 1, ("all", False, True)), (distances, 2, ("distance", False, True)),
     (in_buckets, 2, ("distance", False, True)), (by_number, 2, ("score", True, True)),
+    # Of one distance these may be rounded to different numbers.
+    (rounded, 2, ("score", False, True)), (between, 2, ("score", False, True)),
 ]  # fmt: skip
 
 

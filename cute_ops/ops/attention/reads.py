@@ -20,7 +20,7 @@ from cute_ops.declaration.op import Op
 from cute_ops.declaration.shapes import Array
 from cute_ops.declaration.tensor import Tensor
 from cute_ops.expressions.graph import Expression, operands_of
-from cute_ops.expressions.reads import Mod
+from cute_ops.expressions.reads import FLOAT, Mod
 from cute_ops.expressions.reference import evaluate
 from cute_ops.expressions.text import text_of
 from cute_ops.hardware import ARCHES
@@ -38,6 +38,7 @@ TILES_BY_WARPS = {
 CTAS, CTAS_OF_SCORES = 4, 2
 DIMS = {"score": "s t", "distance": "x", "query": "s", "key": "t", "all": ""}
 SAME = ("equal", "less", "less_equal")
+WHOLE = ("add", "subtract", "negative", "multiply")  # primitives that make whole numbers of whole numbers
 
 
 class Sharing(NamedTuple):
@@ -82,24 +83,33 @@ def _steps(mod: Mod, base: int) -> list[float | None]:
     found: list[float | None] = [0.0] * mod.given
     found[0:base] = [None] * base
     found[base + mods.Q] = found[base + mods.K] = 1.0
+    floats = {i for i, read in enumerate(mod.reads, mod.given) if read.kind == FLOAT}
     for read in mod.reads:
-        steps = _steps_of(read.place, found) if read.place else [0.0]
+        steps = _steps_of(read.place, found, floats) if read.place else [0.0]
         found.append(0.0 if all(step == 0.0 for step in steps) else None)
     return found
 
 
-def _steps_of(expression: Expression, operands: list[float | None]) -> list[float | None]:
-    """What :func:`_steps` finds of the outputs of an expression."""
+def _steps_of(expression: Expression, operands: list[float | None], floats: set[int]) -> list[float | None]:
+    """What :func:`_steps` finds of the outputs of an expression. Only whole numbers, which are not rounded, grow by as
+    much everywhere: ``q * 0.1 - k * 0.1`` does not. ``floats``: operands that may be others.
+    """
     found: list[float | None] = []
+    whole: list[bool] = []
     for node in expression.nodes:
-        steps = [found[i] for i in node.args]
+        steps, are_whole = [found[i] for i in node.args], all(whole[i] for i in node.args)
         numbers = [expression.nodes[i].number for i in node.args]
         step: float | None = 0.0 if all(each == 0.0 for each in steps) else None
         if node.primitive == "operand":
-            step = operands[node.operand]
-        elif step is None and None not in steps:
+            step, is_whole = operands[node.operand], node.operand not in floats
+        elif node.number is not None:
+            is_whole = node.number % 1 == 0
+        else:
+            is_whole = node.primitive == "floor" or (node.primitive in WHOLE and are_whole)
+        if step is None and are_whole and None not in steps and node.args:
             step = _step(node.primitive, [each or 0.0 for each in steps], numbers)
         found.append(step)
+        whole.append(is_whole)
     return [found[i] for i in expression.outputs]
 
 
