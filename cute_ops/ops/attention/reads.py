@@ -19,7 +19,7 @@ from cute_ops.declaration.kernel import Kernel
 from cute_ops.declaration.op import Op
 from cute_ops.declaration.shapes import Array
 from cute_ops.declaration.tensor import Tensor
-from cute_ops.expressions.graph import Expression, operands_of
+from cute_ops.expressions.graph import Expression, Node, operands_of
 from cute_ops.expressions.reads import FLOAT, Mod
 from cute_ops.expressions.reference import evaluate
 from cute_ops.expressions.text import text_of
@@ -97,20 +97,25 @@ def _steps_of(expression: Expression, operands: list[float | None], floats: set[
     found: list[float | None] = []
     whole: list[bool] = []
     for node in expression.nodes:
-        steps, are_whole = [found[i] for i in node.args], all(whole[i] for i in node.args)
+        steps = [found[i] for i in node.args]
         numbers = [expression.nodes[i].number for i in node.args]
         step: float | None = 0.0 if all(each == 0.0 for each in steps) else None
         if node.primitive == "operand":
-            step, is_whole = operands[node.operand], node.operand not in floats
-        elif node.number is not None:
-            is_whole = node.number % 1 == 0
-        else:
-            is_whole = node.primitive == "floor" or (node.primitive in WHOLE and are_whole)
-        if step is None and are_whole and None not in steps and node.args:
+            step = operands[node.operand]
+        elif step is None and None not in steps and all(whole[i] for i in node.args):
             step = _step(node.primitive, [each or 0.0 for each in steps], numbers)
+        whole.append(_is_whole(node, [whole[i] for i in node.args], floats))
         found.append(step)
-        whole.append(is_whole)
     return [found[i] for i in expression.outputs]
+
+
+def _is_whole(node: Node, args: list[bool], floats: set[int]) -> bool:
+    """Whether a node is a whole number, whose arguments are or are not."""
+    if node.primitive == "operand":
+        return node.operand not in floats
+    if node.number is not None:
+        return node.number % 1 == 0
+    return node.primitive == "floor" or (node.primitive in WHOLE and all(args))
 
 
 def _step(primitive: str, steps: list[float], numbers: list[float | bool | None]) -> float | None:
