@@ -13,7 +13,6 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from cutlass import Int32
 
 from cute_ops import Op, mods, testing
 from cute_ops.declaration.binding import bind
@@ -24,9 +23,7 @@ from cute_ops.jit.compile_pool import worker
 from cute_ops.jit.layout import Memory, compact
 from cute_ops.jit.plan import plan
 from cute_ops.jit.target import parse
-from cute_ops.kernels.attention import bwd_one_pass_sm90 as one_pass
 from cute_ops.kernels.attention import forward, tiles
-from cute_ops.kernels.attention.bwd_one_pass_sm90 import Divisor, OnePassBackward
 from cute_ops.kernels.attention.config import AttentionBackwardConfig, AttentionConfig
 from cute_ops.kernels.attention.forward import ForwardKernel
 from cute_ops.kernels.attention.limits import limits_of
@@ -40,7 +37,6 @@ from cute_ops.kernels.attention.softmax import (
     CappedSoftmax,
     polynomial,
 )
-from cute_ops.kernels.attention.tiles import Sizes
 from cute_ops.kernels.attention.weights import GRADIENTS, HIDDEN, LEAST_CAP
 from cute_ops.ops.attention import config as configs
 from cute_ops.ops.attention.attention import attention, attention_bwd
@@ -258,7 +254,6 @@ class Run:
         if turns is not None:
             (b, h, s), memory = turns.shape, [*memory, turns]
             arguments.append(struct.pack("<Q3q2q", len(memory) << 32, b, h, s, h * s, s))
-        arguments += [] if parts is None else self._order(len(parts))
         second = name not in ("AttentionFwd", "QueriesBackward", "LongHeads")
         ranges = [table for key, table in self.tables.items() if key.endswith("_2") == second]
         arguments += [*rows, *self.sizes, *self.read, *ranges, *self.offsets]
@@ -268,28 +263,11 @@ class Run:
         for index in range(ctas):
             ptx_sm90.Cluster(kernel, index, ctas, (1, 1), arguments, maps, blocks, in_a_row=True).run(seed=index)
 
-    def _order(self, sums: int) -> list[bytes]:
-        """Parameters that say in which order CTAs take blocks: as if L2 held half of the heads. ``sums``: of keys and
-        values of each part.
-        """
-        b, _, t, _, g = self.call[:5]
-        batches, tile = 1 if self.is_packed else b, 96 if self.is_wide else 128
-        blocks = t // tile + struct.unpack("<i", self.sizes[4])[0] + 1 if self.is_packed else -(-t // tile)
-        together = -(-g * batches // 2)
-        numbers = sums // (2 * batches), together * blocks, together, g * batches - together or together, g
-        return [param for number in numbers for param in divisor(number)]
-
     def _fill(self, ranges: Sequence[bytes], blocks: list[np.ndarray], second: bool) -> None:
         """Run the kernel that bounds what a mask reads over tiles, or the second one."""
         kernels = [entry for entry in self.entries if "Ranges" in entry.partition("(")[0]]
         for entry in kernels[-1:] if second else kernels[:1]:
             ptx_cta.Kernel(self.head + entry).run(8, [*self.sizes, *self.read, *ranges, *self.offsets], blocks)
-
-
-def divisor(number: int) -> tuple[bytes, ...]:
-    """Parameters by which a kernel divides."""
-    shift = 31 + (number - 1).bit_length()
-    return struct.pack("<i", number), struct.pack("<q", -(-(1 << shift) // number)), struct.pack("<q", shift)
 
 
 def _packed(block: int, a: np.ndarray) -> bytes:
@@ -469,63 +447,6 @@ def _check_results(call: Call, functions: Functions, folder: Path, factors: np.n
     moved = [(q, config.block), (k, config.tile_n), (v, config.tile_n), (out, 64)]
     run("AttentionFwd", 3, moved, [run.rows(1)], [lse], 2)
     _check({"out": out, "lse": lse}, expected(call, [*map(_wide, (q, k, v)), None], None, functions))
-
-
-@pytest.mark.parametrize("in_turns", [False, True])
-def test_ctas_of_gradients_take_each_part_of_a_block_in_order(in_turns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many heads as L2 holds come together, of these one block of keys after another."""
-    print("seed", SEED)
-    rng = np.random.default_rng((SEED, in_turns))
-    monkeypatch.setattr(one_pass, "cutlass", SimpleNamespace(min=min, max=max, select_=lambda c, a, b: a if c else b))
-    for _ in range(40):
-        parts, batches, kv_heads, blocks, together = rng.integers(1, (5, 5, 7, 6, 9)).tolist()
-        queries, heads = int(rng.integers(1, 300)), kv_heads * batches
-        sizes = Sizes(queries, 0, kv_heads * 2, 2, batches)
-        kernel = OnePassBackward.__new__(OnePassBackward)
-        kernel.d, kernel.dv, kernel.dtype, kernel.mods = (
-            64,
-            64,
-            SimpleNamespace(width=16),
-            SimpleNamespace(mask="causal"),
-        )
-        kernel.tiles = SimpleNamespace(
-            blocks=lambda *_, n=(blocks, batches): n,
-            placed=lambda block, head, batch, own, _: ((block, head, batch), own),
-        )
-        monkeypatch.setattr(kernel, "parts", lambda *_, n=parts: n, raising=False)
-        monkeypatch.setattr(one_pass, "CACHED_BYTES", together * queries * 2 * 256 + int(rng.integers(256)))
-        order, found = kernel._order(None, None, sizes), []
-        for index in range(parts * blocks * heads):
-            arch = SimpleNamespace(block_idx=lambda i=index: (Int32(i), 0, 0))
-            monkeypatch.setattr(one_pass, "cute", SimpleNamespace(arch=arch))
-            keys, own = kernel._tile_and_part(order, in_turns, sizes)
-            found.append((*map(int, keys), int(own.part[0]), int(own.part[1].number)))
-        sections = [range(first, min(first + together, heads)) for first in range(0, heads, together)]
-        assert found == [
-            (blocks - 1 - row if in_turns else row, head % kv_heads, head // kv_heads, part, parts)
-            for section in sections
-            for row in range(blocks)
-            for head in section
-            for part in range(parts)
-        ]
-
-
-def test_quotients_by_numbers_of_a_launch() -> None:
-    """Of whole numbers up to the largest one of 32 bits."""
-    print("seed", SEED)
-    rng, most = np.random.default_rng(SEED), 2**31 - 1
-    for number in (1, 2, 3, 2**30, most, *rng.integers(1, most, 100).tolist(), *rng.integers(1, 1000, 100).tolist()):
-        by = Divisor.of(number)
-        for x in (
-            0,
-            number - 1,
-            number,
-            min(2 * number, most),
-            most // number * number - 1,
-            most,
-            int(rng.integers(most)),
-        ):
-            assert int(by.quotient(x)) == x // number, (x, number)
 
 
 @pytest.mark.drawn(0.2, among="emulated attention")

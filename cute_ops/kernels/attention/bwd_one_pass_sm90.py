@@ -1,7 +1,5 @@
 """All gradients of attention from scores that are computed once, on Hopper."""
 
-from typing import Any, NamedTuple
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
@@ -25,7 +23,7 @@ from cute_ops.kernels.attention.products import (
 from cute_ops.kernels.attention.registers import by_row, store_packed
 from cute_ops.kernels.attention.sums import TOGETHER, PartsOfKeys, SumsOfTiles
 from cute_ops.kernels.attention.tensors import Moved, address_of, partition, ring, slots, transposed
-from cute_ops.kernels.attention.tiles import CACHED_BYTES, REGISTERS, Sizes, Tile
+from cute_ops.kernels.attention.tiles import REGISTERS, Sizes, Tile
 from cute_ops.kernels.attention.weights import InPairs
 from cute_ops.kernels.tensor_core.sizes import MMA_M, WARP, WARPGROUP
 
@@ -116,8 +114,7 @@ class OnePassBackward(SumsOfTiles, KeysBackward):
         moved = tma_copies((*inputs, *rows, *gradients), layouts, shapes, stored=2)
         of_ds = self._layout_of_ds(dtype)
         mmas = mma_s, mma_s, mma_dk, mma_dv, mma_dq, mma_dq
-        order = tuple([tuple(each) for each in self._order(mParts, mTurns, sizes)])
-        self.kernel(mmas, (moved, layouts), of_ds, self._added(mSums), (mParts, mTurns, order), tuple(sizes)).launch(
+        self.kernel(mmas, (moved, layouts), of_ds, self._added(mSums), (mParts, mTurns), tuple(sizes)).launch(
             grid=[self._ctas(sizes) * self.parts(mParts, sizes), 1, 1],
             block=[WARPGROUP * (1 + self.consumers), 1, 1],
             stream=stream,
@@ -153,41 +150,22 @@ class OnePassBackward(SumsOfTiles, KeysBackward):
         batches = Int32(1) if const_expr(sizes.offsets is not None) else sizes.batches
         return cutlass.max(Int32(mParts.shape[3]) // cutlass.max(2 * batches, 1), 1)
 
-    def _order(self, mParts, mTurns, sizes):
-        """The order in which CTAs take blocks, for :meth:`_tile_and_part`: what those divide by."""
-        bytes_of_query = (self.d + self.dv) * self.dtype.width // 8
-        if const_expr(self.mods.mask is None and mTurns is None and sizes.offsets is None):
-            bytes_of_query *= WHOLE  # blocks take equally long, in any order
-        of_head = Int64(sizes.seqlen_q) * sizes.heads_per_kv * bytes_of_query
-        (blocks, batches), kv_heads = self.tiles.blocks(sizes, 1), sizes.heads // sizes.heads_per_kv
-        heads, blocks = Int64(kv_heads) * batches, cutlass.max(Int64(blocks), Int64(1))
-        together = cutlass.min(cutlass.max(CACHED_BYTES // cutlass.max(of_head, Int64(1)), Int64(1)), heads)
-        rest = heads - (heads - 1) // together * together
-        return [Divisor.of(x) for x in (self.parts(mParts, sizes), together * blocks, together, rest, kv_heads)]
-
-    def _tile_and_part(self, order, in_turns, sizes):
+    def _tile_and_part(self, mParts, in_turns, sizes):
         """The block of keys of a CTA, and the sizes of its sequence; their ``part`` is the number of its part of the
-        heads, and how many parts there are. As many heads as L2 holds are taken together: of these first the blocks
-        that have most queries under a causal mask, or fewest where blocks add in turns, so that none waits for long.
-        A CTA loads nothing before it knows these: it divides by what is computed once for all.
+        heads, and how many parts there are.
         """
-        of_parts, of_section, of_together, of_rest, of_heads = (Divisor(*each) for each in order)
-        (blocks, batches), index = self.tiles.blocks(sizes, 1), cute.arch.block_idx()[0]
-        number = of_parts.quotient(index)
-        section = of_section.quotient(number)
-        within, first = number - section * of_section.number, section * of_together.number
-        is_last = first + of_together.number >= of_heads.number * batches
-        row = Int32(cutlass.select_(is_last, of_rest.quotient(within), of_together.quotient(within)))
-        head = first + within - row * Int32(cutlass.select_(is_last, of_rest.number, of_together.number))
-        batch = of_heads.quotient(head)
-        block = blocks - 1 - row if in_turns else row
-        keys, own = self.tiles.placed(block, head - batch * of_heads.number, batch, sizes, 1)
-        return keys, own._replace(part=(index - number * of_parts.number, of_parts))
+        parts, index = self.parts(mParts, sizes), cute.arch.block_idx()[0]
+        number = index // parts
+        bytes_of_query = (self.d + self.dv) * self.dtype.width // 8
+        if const_expr(self.mods.mask is None and not in_turns and sizes.offsets is None):
+            bytes_of_query *= WHOLE  # blocks take equally long, in any order
+        keys, own = self.tiles.keys_at(number, sizes, bytes_of_query, in_turns)
+        return keys, own._replace(part=(index - number * parts, parts))
 
     def _heads(self, sizes):
-        (part, of_parts), heads = sizes.part, sizes.heads_per_kv
-        first = of_parts.quotient(part * heads)
-        return first, of_parts.quotient((part + 1) * heads) - first
+        (part, parts), heads = sizes.part, sizes.heads_per_kv
+        first = part * heads // parts
+        return first, (part + 1) * heads // parts - first
 
     def _added(self, mSums):
         """How a tile is added to the sums: TMA's copy and its coordinates, and the tile in shared memory, in shares."""
@@ -217,7 +195,7 @@ class OnePassBackward(SumsOfTiles, KeysBackward):
     @cute.kernel
     def kernel(self, mmas, moved, of_ds, added, more, sizes):
         mma_first, mma_s, mma_dk, mma_dv, mma_new, mma_dq = mmas
-        (moved, layouts), (mParts, mTurns, order), sizes = moved, more, Sizes(*sizes)
+        (moved, layouts), (mParts, mTurns), sizes = moved, more, Sizes(*sizes)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem, dtype = cutlass.utils.SmemAllocator(), self.dtype
         held = [slots(smem, dtype, layout) for layout in layouts[:4]]
@@ -235,7 +213,7 @@ class OnePassBackward(SumsOfTiles, KeysBackward):
         ]
         pipeline_init_arrive(cute.make_layout((1, 1, 1)), is_relaxed=True)
         pipeline_init_wait(cute.make_layout((1, 1, 1)))
-        keys, sizes = self._tile_and_part(order, mTurns is not None, sizes)
+        keys, sizes = self._tile_and_part(mParts, mTurns is not None, sizes)
         if warp < WARPGROUP // WARP:
             cute.arch.setmaxregister_decrease(REGISTERS[self.consumers].load)
             if warp == 0:
@@ -378,8 +356,7 @@ class OnePassBackward(SumsOfTiles, KeysBackward):
         keys: cutlass.Constexpr, sizes: cutlass.Constexpr,
     ):  # fmt: skip
         """Store dk and dv, or a part of them."""
-        (mma_dk, mma_dv), (rDk, rDv), (dk, dv, mParts), (part, of_parts) = mmas, sums, gradients, sizes.part
-        parts = of_parts.number
+        (mma_dk, mma_dv), (rDk, rDv), (dk, dv, mParts), (part, parts) = mmas, sums, gradients, sizes.part
         if parts > 1:
             batches = Int32(mParts.shape[3]) // (2 * parts)
             first = 2 * part * batches + self._batch(keys, sizes)
@@ -465,26 +442,6 @@ class OnePassBackward(SumsOfTiles, KeysBackward):
             cute.arch.barrier_arrive(barrier_id=FULL + 2 * share, number_of_threads=threads + WARP)
 
         return add
-
-
-class Divisor(NamedTuple):
-    """A positive number that whole numbers below 2^31 are divided by, and what a launch computes of it: a quotient is
-    ``x * factor >> shift``.
-    """
-
-    number: Any
-    factor: Any
-    shift: Any
-
-    @classmethod
-    def of(cls, number):
-        number, shift = Int64(number), Int64(31)
-        for i in range(31):
-            shift += Int64(number > (1 << i))
-        return cls(Int32(number), ((Int64(1) << shift) + number - 1) // number, shift)
-
-    def quotient(self, x):
-        return Int32((Int64(x) * self.factor) >> self.shift)
 
 
 def by_query(m):
