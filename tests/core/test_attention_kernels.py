@@ -371,6 +371,21 @@ def test_results_of_scores_that_grow_from_tile_to_tile(number: int, tmp_path: Pa
     _check_results(call, NO_FUNCTIONS, tmp_path, factors)
 
 
+@pytest.mark.slow
+@products.emulated
+def test_slots_are_released_by_warps_that_have_read_them_again(tmp_path: Path) -> None:
+    """Keys of the second tile, whose scores float32 cannot exponentiate, give their slot to those of the fourth."""
+    call = Call(1, 20, 520, 1, 1, 64, 64, "bfloat16", {}, False, False)
+    q, k, v = halves(*arrays(call, 0))
+    k = (k * np.where(np.arange(call.t) // 128 == 3, 300, 1)[:, None, None]).astype(k.dtype)
+    given: dict[str, Any] = {"q": q, "k": k, "v": v, "sinks": None}
+    where = {name: Memory(compact(given[name].shape)) for name in ("q", "k", "v")}
+    out, lse = device.run(KernelCall(attention, given, where, attention.attrs, "", lambda _: given), tmp_path)
+    assert out is not None
+    assert lse is not None
+    _check({"out": out, "lse": lse}, expected(call, [*map(_wide, (q, k, v)), None]))
+
+
 @pytest.mark.parametrize(
     ("sizes", "options", "heads"),
     [

@@ -479,6 +479,8 @@ class AttentionFwd(ForwardKernel):
                 right = Float32(sK[column + place.columns[c], j, slot])
                 for r in cutlass.range_constexpr(2):
                     scores[r, c] = scores[r, c] + left[r] * right
+        # One lane releases the slots that all of its warp have read.
+        cute.arch.sync_warp()
         self._change(rS, place)
         self._hide(rS, place, whole, keys, missing)
 
