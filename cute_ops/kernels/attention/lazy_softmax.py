@@ -77,7 +77,7 @@ class LazySoftmax(OnlineSoftmax):
                 scores[r, c] = scores[r, c] * factors[r]
 
     def exponentiate(self, rS, r, rSum, factor, exponent):
-        """What the base does, with a tile's sum added as by :meth:`add_later`: a row has the same bits either way."""
+        """What the base does, with a tile's sum added as by :meth:`add_later`."""
         rSum[r] = rSum[r] * factor + self._of_row(rS, r, exponent)
 
     def _of_row(self, rS, r, exponent):
