@@ -18,6 +18,7 @@ from cute_ops_torch.huggingface.source import source_digest
 from cute_ops_torch.huggingface.statements import Step, steps_of, with_call
 from cute_ops_torch.huggingface.sums import add
 from cute_ops_torch.huggingface.trial import attributes_of_class
+from cute_ops_torch.huggingface.trial import is_plain as is_comparable
 
 Tensor = torch.Tensor
 # `forward` of GPT-2's Conv1D, a linear layer whose weight is transposed.
@@ -167,7 +168,9 @@ def learn(act: nn.Module) -> str | None:
         if name := _DIGESTS.get(source_digest(forward) or ""):
             _ACTIVATIONS[forward] = name
         elif name := _written_out(act):
-            _ACTIVATIONS[kind, forward], _SHARED[kind, forward] = name, tuple(attributes_of_class(kind).items())
+            shared = attributes_of_class(kind).items()  # others than plain ones it has not read
+            _ACTIVATIONS[kind, forward] = name
+            _SHARED[kind, forward] = tuple((key, value) for key, value in shared if is_comparable(value))
         else:
             return None
     return activation_of(act)

@@ -16,6 +16,7 @@ import torch
 from torch.fx import Graph as FxGraph
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import guard_scalar
+from torch.utils._python_dispatch import _disable_current_modes
 
 from cute_ops.fusion.graph import FLOATS, Graph
 from cute_ops.fusion.graph import Node as Value
@@ -102,7 +103,8 @@ class DynamoFront(Front):
     def known(self, value: Value) -> Any:
         """The array of a value that follows from sizes alone; None of others."""
         for holder in self.holders.get(value, ()):
-            if not self.stable(holder) or (array := known_value(self._module.graph, holder.node)) is None:
+            anew = holder.since > self.place[holder.node]  # what was written to a tensor after it was made
+            if anew or not self.stable(holder) or (array := known_value(self._module.graph, holder.node)) is None:
                 continue
             return (array.float() if array.is_floating_point() else array).numpy()
         return None
@@ -543,8 +545,9 @@ def _filled(number: float | None = None) -> Callable[..., Value | None]:
         fill, dtype = with_number if number is None else number, dtype_of(value)
         if dtype not in VALUES or value.requires_grad or not isinstance(fill, (bool, int, float)):
             return None
-        made = front.graph.constant(bool(fill) if dtype == "bool" else float(fill), dtype)
-        return front.graph.broadcast(made, shape_of(value))
+        with _disable_current_modes():  # a pass may run where tensors are fake
+            held = torch.tensor(fill, dtype=value.dtype, device="cpu").item()  # as its dtype has it
+        return front.graph.broadcast(front.graph.constant(held, dtype), shape_of(value))
 
     return translate
 

@@ -931,6 +931,53 @@ def test_masks_of_data_in_written_attention(of: str, low: float) -> None:
     assert [entry.what for entry in entries if entry.becomes == "attention"]
 
 
+@pytest.mark.drawn(0.5)
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["masked_fill_", "setitem", "view", "and", "copy", "clone"])
+@pytest.mark.parametrize("behind", [True, False])
+def test_masks_that_a_program_writes_to(how: str, behind: bool) -> None:
+    """A mask that begins as one of sizes alone, and gets its values in place."""
+    draw = random.Random(f"{how} {behind}")
+    end, hidden = draw.randrange(3, 20), torch.rand(24, 24) < 0.5
+    hidden[:, 0] = False
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if how == "and":
+            keep = torch.ones(24, 24, dtype=torch.bool)
+            keep.logical_and_(~hidden)
+            scores = (q @ k.mT * 0.25).masked_fill(~keep, -math.inf)
+        else:
+            mask = torch.zeros(24, 24, dtype=q.dtype)
+            if how == "setitem":
+                mask[:, end:] = -math.inf
+            elif how == "view":
+                mask[:, end:].fill_(-math.inf)
+            elif how == "copy":
+                mask.copy_(torch.where(hidden, -math.inf, 0.0))
+            else:
+                mask.masked_fill_(hidden, -math.inf)
+            scores = q @ k.mT * 0.25 + (mask.clone() if how == "clone" else mask)
+        made = torch.softmax(scores, -1, dtype=torch.float32).to(v.dtype) @ v
+        return made * 2 if behind else made
+
+    _run_attention(function)
+
+
+@pytest.mark.drawn(0.5)
+@pytest.mark.parametrize("number", [1001.0, -259.3])
+@pytest.mark.parametrize("make", [torch.full, lambda size, fill, dtype: torch.tensor(fill, dtype=dtype)])
+def test_new_tensors_hold_what_their_dtype_does(make: Callable[..., Tensor], number: float) -> None:
+    def function(x: Tensor) -> Tensor:
+        held = make((256,), number, dtype=torch.bfloat16).float()
+        return torch.softmax(x * held - x * number, -1)
+
+    x = torch.randn(8, 256)
+    torch._dynamo.reset()
+    with enabled():
+        made = torch.compile(function, backend=through_autograd, fullgraph=True)(x)
+    torch.testing.assert_close(made, function(x), atol=1e-3, rtol=1e-2)
+
+
 def _run_attention(function: Callable[..., Tensor], batch: int = 2) -> Any:
     """Values and gradients of a layer around a written attention, beside the eager ones; the report."""
     from cute_ops_torch import inductor

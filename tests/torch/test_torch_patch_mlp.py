@@ -245,3 +245,28 @@ def test_steps_of_statements() -> None:
     (longest, *_) = sorted(statements.steps_of(Written.forward), key=len, reverse=True)
     assert [step.name for step in longest] == ["first", "act", "drop", "second"]
     assert {step.kind for step in longest} == {"call"}
+
+
+class Listed(nn.Module):
+    """An activation whose class has a tensor that it does not read."""
+
+    names = torch.arange(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.square(torch.relu(x))
+
+
+@pytest.mark.drawn(0.5)
+def test_an_activation_whose_class_has_a_tensor() -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.act, self.down = nn.Linear(64, 96), Listed(), nn.Linear(96, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.down(self.act(self.up(x)))
+
+    layer, x = Layer(), torch.randn(3, 5, 64)
+    want = layer(x)
+    cute_ops_torch.patch(layer)
+    torch.testing.assert_close(layer(x), want)
