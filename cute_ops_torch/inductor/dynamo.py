@@ -48,7 +48,7 @@ _ATEN = {
 }  # fmt: skip
 # Tensors that front ends read by their places, and that a program may give by these names.
 _PLACES = {"linear": ("input", "weight", "bias")}
-_PRODUCTS = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum")
+_PRODUCTS = ("linear", "matmul", "mm", "bmm", "addmm", "einsum")
 _TAKES_SIZES = frozenset(
     (*VIEWS, *COPIES, "view_as", "reshape_as", "expand", "expand_as", "broadcast_to", "getitem", "narrow")
 )
@@ -339,7 +339,7 @@ def _in_one_dtype(graph: Graph, name: str, args: Sequence[Any], dtype: str) -> l
     """The operands of a product in the dtype of its result, as autocast has them."""
     if dtype not in FLOATS:
         return list(args)
-    first = 1 if name in ("addmm", "baddbmm", "einsum") else 0
+    first = 1 if name in ("addmm", "einsum") else 0
     return [
         graph.cast(arg, dtype) if first <= i < first + 2 and isinstance(arg, Value) and arg.dtype in FLOATS else arg
         for i, arg in enumerate(args)
@@ -552,22 +552,6 @@ def _filled(number: float | None = None) -> Callable[..., Value | None]:
     return translate
 
 
-def _baddbmm(front: Front, args: Any, kwargs: Any, value: torch.Tensor) -> Value | None:
-    """``beta * x + alpha * a @ b``, without x where beta is 0."""
-    given: list[Any] = [*args, *(kwargs[name] for name in ("batch1", "batch2") if name in kwargs)]
-    x, both = given[0], given[1:]
-    shape, dtype = shape_of(value), dtype_of(value)
-    beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
-    if front.graph.exact or len(both) != 2 or dtype not in FLOATS or not _is_float(x):
-        return None
-    made = front.graph.contract(both[0], both[1], ((2,), (1,)), shape, dtype, ((0,), (0,)))
-    made = made if alpha == 1 else front.primitive("multiply", [made, alpha], shape, dtype)
-    if beta == 0:
-        return made
-    x = x if beta == 1 else front.primitive("multiply", [x, beta], x.shape, dtype)
-    return front.primitive("add", [made, x], shape, dtype)
-
-
 def _addcmul(front: Front, args: Any, kwargs: Any, value: torch.Tensor) -> Value | None:
     shape, dtype, scale = shape_of(value), dtype_of(value), kwargs.get("value", 1)
     if not _is_float(*args) or dtype not in FLOATS or shape not in (args[1].shape, args[2].shape):
@@ -617,7 +601,7 @@ _TRANSLATIONS: dict[str, Callable[..., Value | None]] = {
     "layer_norm": _layer_norm, "addcmul": _addcmul, "leaky_relu": _leaky, "permute": _turned, "getattr": _attribute,
     "max": _maximum("maximum"), "min": _maximum("minimum"), "softmax": _softmax(logarithm=False),
     "log_softmax": _softmax(logarithm=True), "detach": lambda *given: None, "view": _view, "reshape": _view,
-    "baddbmm": _baddbmm, "einsum": _einsum, **dict.fromkeys(DROPOUT, _dropout),
+    "einsum": _einsum, **dict.fromkeys(DROPOUT, _dropout),
     **dict.fromkeys(("zeros", "new_zeros", "zeros_like"), _filled(0.0)),
     **dict.fromkeys(("ones", "new_ones", "ones_like"), _filled(1.0)),
     **dict.fromkeys(("full", "new_full", "full_like", "tensor", "scalar_tensor"), _filled()),

@@ -811,13 +811,6 @@ def _masked_by_head(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.bmm(torch.softmax(scores, -1), v.flatten(0, 1)).unflatten(0, q.shape[:2])
 
 
-def _with_baddbmm(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """As `nn.MultiheadAttention` adds its mask."""
-    mask = torch.where(torch.ones(24, 24, dtype=torch.bool).tril(), q.new_zeros(()), torch.tensor(float("-inf")))
-    scores = torch.baddbmm(mask.to(q.dtype), q.flatten(0, 1), k.flatten(0, 1).mT, alpha=0.25)
-    return torch.bmm(torch.softmax(scores, -1), v.flatten(0, 1)).unflatten(0, q.shape[:2])
-
-
 WRITTEN: dict[str, tuple[Callable[..., Tensor], str]] = {
     "scaled": (lambda q, k, v: torch.softmax(q @ k.transpose(-2, -1) * 0.2, -1) @ v, "q, k, v"),
     "in float32": (
@@ -839,7 +832,6 @@ WRITTEN: dict[str, tuple[Callable[..., Tensor], str]] = {
         ).unflatten(0, q.shape[:2]),
         "q, k, v",
     ),
-    "baddbmm": (_with_baddbmm, "q, k, v, causal"),
     "einsum": (
         lambda q, k, v: torch.einsum(
             "b h i j, b h j d -> b h i d", torch.softmax(torch.einsum("bhid,bhjd->bhij", q, k) * 0.25, -1), v
