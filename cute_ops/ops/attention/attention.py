@@ -92,10 +92,7 @@ def reference_bwd(
     weights, row_lse, operands = weights_of(xp, (q, k, sinks), attrs, own, captured, sequences)
     wide_q, wide_o, wide_do = (grouped(xp, x, g) for x in widen(xp, q, out, dout))
     wide_k, wide_v = (grouped(xp, x) for x in widen(xp, k, v))
-    delta = xp.sum(wide_o * wide_do, axis=-1)
-    if dlse is not None:
-        delta = delta - xp.reshape(*widen(xp, dlse), delta.shape)
-    dscores = weights * (wide_do @ xp.matrix_transpose(wide_v) - delta[..., None])
+    dscores, delta = dscores_of(xp, weights, (wide_v, wide_o, wide_do), dlse)
     if (change := mods.score_of(attrs["softcap"], own.score)) is not None:
         (changed,) = evaluate(mods.gradient_of(change), xp, [*operands, dscores])
         dscores = xp.where(dscores == 0, dscores, changed)  # what is hidden may have no derivative
@@ -108,6 +105,17 @@ def reference_bwd(
     if sequences is not None and unknown is not None:
         dq, dk, dv, dsinks = _with_unknown(xp, sequences, unknown, (dq, dk, dv, dsinks))
     return xp.astype(dq, q.dtype), xp.astype(dk, k.dtype), xp.astype(dv, v.dtype), dsinks
+
+
+def dscores_of(xp: Any, weights: Any, given: tuple[Any, Any, Any], dlse: Any) -> tuple[Any, Any]:
+    """Gradients of changed scores, and the sum ``out * dout - dlse`` of each row. ``given``: v, ``out`` and ``dout`` in
+    float32, :func:`grouped`.
+    """
+    v, out, dout = given
+    delta = xp.sum(out * dout, axis=-1)
+    if dlse is not None:
+        delta = delta - xp.reshape(*widen(xp, dlse), delta.shape)
+    return weights * (dout @ xp.matrix_transpose(v) - delta[..., None]), delta
 
 
 def _sinks_bwd(xp: Any, sinks: Any, lse: Any, delta: Any) -> Any:
@@ -154,7 +162,7 @@ def weights_of(
     (h, d), (t, g) = q.shape[-2:], k.shape[-3:-1]
     wide_q, wide_k, sink = widen(xp, q, k, sinks)
     scores = grouped(xp, wide_q, g) @ xp.matrix_transpose(grouped(xp, wide_k)) * (attrs["scale"] or d**-0.5)
-    arrays = _by_batch(xp, own, captured, scores.shape[0])
+    arrays = mods.by_batch(xp, own, captured, scores.shape[0])
     at, operands = coordinates(xp, scores, t), [scores]
     if sequences is not None:
         at = sequences.coordinates(at[mods.HEAD], at[len(mods.COORDINATES) + mods.HEAD])
@@ -182,16 +190,6 @@ def coordinates(xp: Any, scores: Any, keys: Any) -> list[Any]:
     batch, head, q, k = (count(*each) for each in shapes)
     sizes = [xp.asarray(size, dtype=dtype, **beside(xp, scores)) for size, _ in shapes]
     return [batch, head, q + (sizes[3] - sizes[2]), k, *sizes]
-
-
-def _by_batch(xp: Any, own: mods.Own, captured: Sequence[Any], batch: Any) -> list[Any]:
-    """Captured arrays, with one dim for the batch where they have leading dims."""
-    found = []
-    for array, (_, _, shape) in zip(captured, own.captured, strict=True):
-        words = shape.split()
-        lead = array.ndim - len(words) + 1
-        found.append(xp.reshape(array, (batch, *array.shape[lead:])) if words[:1] == ["*m"] else array)
-    return found
 
 
 def grouped(xp: Any, x: Any, groups: int | None = None) -> Any:

@@ -90,7 +90,7 @@ class _Reads:
         q, k = inputs["q"], inputs["k"]
         self.batch, self.like = math.prod(q.shape[:-3]), q
         self.sizes = self.batch, q.shape[-2], q.shape[-3], k.shape[-3]
-        self.arrays = _by_batch(np, own, [inputs[name] for name, _, _ in own.captured], self.batch, len(q.shape) - 3)
+        self.arrays = mods.by_batch(np, own, [inputs[name] for name, _, _ in own.captured], self.batch)
 
     @property
     def is_empty(self) -> bool:
@@ -134,7 +134,7 @@ class _Reads:
         index = read.place
         assert index is not None  # :func:`mods.declared` refuses arrays without dims
         array, sharing = self.arrays[read.array], sharing_of(self.mod, i)
-        base = self.mod.given - len(mods.COORDINATES) - mods.SIZES
+        base = mods.first_coordinate(self.mod)
         at = [np.zeros((), **self._place)] * (base + len(mods.COORDINATES))
         at += [np.asarray(size, **self._place) for size in self.sizes]
         for axis, (x, own) in enumerate(zip(_axes(sharing, self.sizes), _operands(sharing, base), strict=True)):
@@ -158,7 +158,7 @@ def places_along(
     array; else None.
     """
     read, sharing = mod.reads[i], sharing_of(mod, i)
-    axes, base = _axes(sharing, sizes), mod.given - len(mods.COORDINATES) - mods.SIZES
+    axes, base = _axes(sharing, sizes), mods.first_coordinate(mod)
     if read.place is None or len(axes) != len(read.place.outputs):
         return None
     import numpy as np  # start-up time
@@ -206,14 +206,6 @@ def _operands(sharing: Sharing, base: int) -> list[set[int]]:
     return [*batch, *head, *share]
 
 
-def _by_batch(np: Any, own: mods.Own, arrays: Sequence[Any], batch: int, lead: int) -> list[Any]:
-    """Captured arrays with one dim for the batch where they have leading dims."""
-    return [
-        np.reshape(x, (batch, *x.shape[lead:])) if shape.split()[:1] == ["*m"] else x
-        for x, (_, _, shape) in zip(arrays, own.captured, strict=True)
-    ]
-
-
 class _Chunks:
     """Some rows of scores of one head at a time."""
 
@@ -233,7 +225,7 @@ class _Chunks:
         self.change = change
         self.mask = mods.mask_of_call(attrs, self.own.mask)
         self.given = [inputs[name] for name, _, _ in self.own.captured]
-        self.arrays = _by_batch(np, self.own, self.given, self.batch, len(self.lead))
+        self.arrays = mods.by_batch(np, self.own, self.given, self.batch)
         offsets = [inputs[name] for name in ("cu_seqlens_q", "cu_seqlens_k") if name in inputs]
         self.sequences = Sequences(np, (offsets[0], offsets[1]), (s, t)) if offsets else None
         self.rows = max(1, min(s, SCORES // max(t, 1)))

@@ -167,7 +167,7 @@ def declared(
     """
     found: list[list[set[str]] | None] = [None] * len(names)
     for mod in functions:
-        base, uses = mod.given - len(COORDINATES) - SIZES, _uses(mod)
+        base, uses = first_coordinate(mod), _uses(mod)
         if base + BATCH in uses or base + len(COORDINATES) + BATCH in uses:
             refuse("`batch` may only be the first index of a captured array: calls are batched and shared by it.")
         for read in mod.reads:
@@ -202,10 +202,25 @@ def _dims(number: int, roles: list[set[str]] | None, name: str, refuse: Callable
     ]
 
 
+def first_coordinate(mod: Mod) -> int:
+    """The number of the operand of a function that is the batch; other coordinates follow it, then sizes."""
+    return mod.given - len(COORDINATES) - SIZES
+
+
+def by_batch(xp: Any, own: Own, captured: Sequence[Any], batch: Any) -> list[Any]:
+    """Captured arrays, with one dim for the batch where they have leading dims."""
+    found = []
+    for array, (_, _, shape) in zip(captured, own.captured, strict=True):
+        words = shape.split()
+        lead = len(array.shape) - len(words) + 1
+        found.append(xp.reshape(array, (batch, *array.shape[lead:])) if words[:1] == ["*m"] else array)
+    return found
+
+
 def depends_on_head(functions: Sequence[Mod], shapes: Sequence[str]) -> bool:
     """Whether the number of a head counts, besides as an index of arrays that are declared to have each head's."""
     for mod in functions:
-        base = mod.given - len(COORDINATES) - SIZES
+        base = first_coordinate(mod)
         if not {base + HEAD, base + len(COORDINATES) + HEAD}.isdisjoint(_uses(mod)):
             return True
         for read in mod.reads:

@@ -62,7 +62,7 @@ class Sharing(NamedTuple):
 @cache
 def sharing_of(mod: Mod, read: int) -> Sharing:
     """Which scores read the same element by a read of a function."""
-    base = mod.given - len(mods.COORDINATES) - mods.SIZES
+    base = mods.first_coordinate(mod)
     rows, columns = mod.depends(read)
     share: Share = "score" if rows and columns else "query" if rows else "key" if columns else "all"
     if share == "score" and _steps(mod, base)[mod.given + read] == 0.0:
@@ -158,7 +158,7 @@ def _distances(dims: Mapping[str, Any], attrs: Mapping[str, Any]) -> Any:
 
 def reference(xp: Any, *given: Any, own: mods.Own, read: int, **attrs: Any) -> Any:
     """``given`` are q, k, v, results, the cotangent of ``out``, the captured arrays, and that of ``lse`` or None."""
-    from cute_ops.ops.attention.attention import grouped, weights_of  # it imports this module
+    from cute_ops.ops.attention.attention import dscores_of, grouped, weights_of  # it imports this module
 
     (q, k, v, out, lse, dout), more, count = given[:6], given[6:], len(own.captured)
     captured, dlse = more[:count], (*more[count:], None)[0]
@@ -173,11 +173,8 @@ def reference(xp: Any, *given: Any, own: mods.Own, read: int, **attrs: Any) -> A
     share = xp.exp(xp.where(known, row_lse, zeros) - xp.where(known, wide_lse, zeros))
     weights = xp.where(known, weights * share, xp.zeros_like(weights))
     wide_o, wide_do = (grouped(xp, x, g) for x in widen(xp, out, dout))
-    delta = xp.sum(wide_o * wide_do, axis=-1, keepdims=True)
-    if dlse is not None:
-        delta = delta - xp.reshape(*widen(xp, dlse), delta.shape)
-    (wide_v,) = widen(xp, v)
-    dscores = weights * (wide_do @ xp.matrix_transpose(grouped(xp, wide_v)) - delta)
+    wide_v = grouped(xp, *widen(xp, v))
+    dscores, _ = dscores_of(xp, weights, (wide_v, wide_o, wide_do), dlse)
     (terms,) = evaluate(mods.gradient_of(change, (change.given + read,)), xp, [*operands, dscores])
     terms = xp.where(dscores == 0, dscores, terms)  # what is hidden may have no derivative
     return _summed(xp, xp.reshape(terms, (terms.shape[0], -1, *terms.shape[-2:])), sharing, q.shape[:-3])
