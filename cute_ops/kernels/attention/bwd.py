@@ -78,14 +78,7 @@ class AttentionBackward:
         first, second = (sizes_of(mQ, mK, captured, tuple(each), offsets) for each in (tables[:2], tables[2:]))
         packed = tuple(second) if const_expr(self.packed and self.one_pass is not None) else None
         mTurns = None if const_expr(mTurns is None) else folded(mTurns, own=2)
-        ctas = self.ctas_of(mDelta)
-        zeroed = None if const_expr(mSums is None) else Int32((elements_of(mSums) // ZEROS + (ctas - 1)) // ctas)
-        self.delta((mOut, mDout), (mLse, mDlse), (mDelta, mLogs), (mSums, zeroed, mTurns), packed).launch(
-            grid=[ctas, 1, 1],
-            block=[WARP * WARPS, 1, 1],
-            stream=stream,
-            use_pdl=self.pdl,
-        )
+        self.launch_delta(((mOut, mDout), (mLse, mDlse)), (mDelta, mLogs), (mSums, mTurns), packed, stream)
         if const_expr(mSinks is not None):
             self.sinks(mSinks, mLse, mDelta, mDsinks, packed).launch(
                 grid=[Int32(cute.size(mSinks)), 1, 1], block=[WARP * WARPS, 1, 1], stream=stream
@@ -115,10 +108,19 @@ class AttentionBackward:
         self.dv, self.lanes = dv, 1 << (-(-dv // VECTOR) - 1).bit_length()  # that have a row's delta
         self.apart = WARP * WARPS // self.lanes  # rows between a thread's
 
-    def ctas_of(self, mDelta):
-        """The CTAs of :meth:`delta`."""
-        batches, heads, seqlen = mDelta.shape
-        return cute.ceil_div(Int32(seqlen), ROWS * self.apart) * Int32(heads) * batches
+    def launch_delta(self, inputs, found, begun, packed, stream):
+        """Launch :meth:`delta`. ``inputs``: results and cotangents, then numbers of rows; ``begun``: the sums of dq and
+        the turns, None where there are none.
+        """
+        (mSums, mTurns), (batches, heads, seqlen) = begun, found[0].shape
+        ctas = cute.ceil_div(Int32(seqlen), ROWS * self.apart) * Int32(heads) * batches
+        zeroed = None if const_expr(mSums is None) else Int32((elements_of(mSums) // ZEROS + (ctas - 1)) // ctas)
+        self.delta(*inputs, found, (mSums, zeroed, mTurns), packed).launch(
+            grid=[ctas, 1, 1],
+            block=[WARP * WARPS, 1, 1],
+            stream=stream,
+            use_pdl=self.pdl,
+        )
 
     @cute.jit
     def _add_parts(self, mParts, outs: cutlass.Constexpr, sizes: cutlass.Constexpr, packed: cutlass.Constexpr, stream):

@@ -6,7 +6,7 @@
 import cutlass.cute as cute
 from cutlass import const_expr
 
-from cute_ops.kernels.attention.bwd import WARPS, AttentionBackward
+from cute_ops.kernels.attention.bwd import AttentionBackward
 from cute_ops.kernels.attention.bwd_reads_sm80 import SumsOfReadsSm80
 from cute_ops.kernels.attention.bwd_reads_sm90 import SumsOfReadsSm90
 from cute_ops.kernels.attention.mods import Mods, by_index
@@ -16,7 +16,6 @@ from cute_ops.kernels.attention.tensors import view
 from cute_ops.kernels.attention.tiles import sizes_of
 from cute_ops.kernels.lib.matrix import folded
 from cute_ops.kernels.lib.pdl import can_use_pdl
-from cute_ops.kernels.tensor_core.sizes import WARP
 
 
 class ReadsBackward(AttentionBackward):
@@ -39,11 +38,6 @@ class ReadsBackward(AttentionBackward):
         mLse, mDelta = (folded(m, own=2) for m in (mLse, mDelta))
         mDlse = None if const_expr(mDlse is None) else folded(mDlse, own=2)
         sizes = sizes_of(mQ, mK, by_index(captured, self.mods), tuple(tables))
-        self.delta((mOut, mDout), (mLse, mDlse), (mDelta, None), (None, None, None), None).launch(
-            grid=[self.ctas_of(mDelta), 1, 1],
-            block=[WARP * WARPS, 1, 1],
-            stream=stream,
-            use_pdl=self.pdl,
-        )
+        self.launch_delta(((mOut, mDout), (mLse, mDlse)), (mDelta, None), (None, None), None, stream)
         Ranges(self.sums.tiles).launch(sizes, stream)
         self.sums.launch((mQ, mK, mV, mDout), (mLse, mDelta), (mSums, mParts), sizes, stream)

@@ -15,7 +15,7 @@ from cute_ops.kernels.attention.products import mma_of_scores, multiply, tma_cop
 from cute_ops.kernels.attention.sums_of_reads import SumsOfReads
 from cute_ops.kernels.attention.tensors import Moved, partition, ring, slots
 from cute_ops.kernels.attention.tiles import REGISTERS, Sizes, first_row, place_of
-from cute_ops.kernels.tensor_core.sizes import WARPGROUP
+from cute_ops.kernels.tensor_core.sizes import WARP, WARPGROUP
 
 CONSUMERS = 2
 
@@ -93,7 +93,7 @@ class SumsOfReadsSm90(SumsOfReads):
         pipeline_init_arrive(cute.make_layout((1, 1, 1)), is_relaxed=True)
         pipeline_init_wait(cute.make_layout((1, 1, 1)))
         unit, part, ends = self.own_steps(found[1], sizes)
-        if warp < WARPGROUP // 32:
+        if warp < WARPGROUP // WARP:
             cute.arch.setmaxregister_decrease(REGISTERS[CONSUMERS].load)
             if warp == 0:
                 self._load(loaded, moved, (unit, ends), sizes)
