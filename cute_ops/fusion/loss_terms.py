@@ -21,9 +21,9 @@ _ANALYTIC = (
     "operand", "constant", "add", "subtract", "multiply", "divide", "negative", "square", "exp", "log", "sum", "mean",
 )  # fmt: skip
 _CLOSE = 1e-6
-_LOW = (
-    100.0  # below usual logits: so far down, any number that is added to a sum of exponentials shows in its logarithm
-)
+# How far below usual logits some rows are drawn: there a number that is added to their sum of exponentials shows in its
+# logarithm, however small it is.
+_LOW = 100.0
 
 
 class Terms(NamedTuple):

@@ -14,12 +14,13 @@ LARGEST = 2.0**120  # a weight of which float32 holds the inverse
 
 
 class LazySoftmax(OnlineSoftmax):
-    """:class:`OnlineSoftmax`, where a row keeps the largest score it has as long as its weights stay small: these are
-    taken first, without a look at a tile's largest scores, and their sum tells whether they are.
+    """:class:`OnlineSoftmax`, where a row keeps the largest score it has as long as its weights stay small: a tile's
+    scores are exponentiated before its largest ones are looked for, and the sum of the weights tells whether they are
+    small.
 
-    To look takes a tile's shortest time in which nothing is exponentiated, and a fifth of the instructions. Where
-    weights are too large they are made smaller by the largest one; where one is more than float32 holds, scores are
-    multiplied again, and the warp looks in the later tiles of its block.
+    To look for the largest scores takes a fifth of the instructions, and nothing is exponentiated meanwhile. Weights
+    that are too large are divided by the largest one of their row. Where a weight is :data:`LARGEST` or more, a tile's
+    scores are multiplied again, and the warp looks for the largest ones in the later tiles of its block.
     """
 
     def __init__(self, scale):
@@ -32,7 +33,7 @@ class LazySoftmax(OnlineSoftmax):
         Args:
             rS: scores.
             sums: rMax and rSum, as :meth:`add` has them.
-            rLazy: whether the warp is lazy, of a block: one Int32, which is 1 before its first tile.
+            rLazy: one Int32: 1 as long as the warp does not look for the largest scores of the block's tiles.
             again: a function that makes the scores anew.
         """
         (rMax, rSum), factors = sums, cute.make_rmem_tensor(2, Float32)

@@ -16,7 +16,7 @@ from cute_ops.declaration.config import Problem
 from cute_ops.declaration.program import Fallback, Program
 from cute_ops.declaration.shapes import ITEMSIZE, Array
 from cute_ops.hardware import VECTOR_BYTES, sm
-from cute_ops.kernels.gemm.config import STORE_BYTES, GemmConfig
+from cute_ops.kernels.gemm.config import GemmConfig
 from cute_ops.ops.gemm.config import (
     L2_BYTES,
     LINE,
@@ -25,6 +25,7 @@ from cute_ops.ops.gemm.config import (
     GemmSize,
     cycles,
     cycles_of_few_rows,
+    stores_few,
 )
 
 WIDE = {"T": ("float32",)}  # operands that no kernel takes: the framework always multiplies them
@@ -44,7 +45,7 @@ SMALL_M, OURS_OF_SMALL_M, THEIRS_OF_SMALL_M = 512, (1650.0, 2.0, 7.8e8), (1800.0
 # Of 147 drawn products of so few rows the choices, fitted to half of them in turns, are 1.6% behind the better way in
 # the mean. Of 19 others cuBLAS' time has no bias.
 FEW_M, OURS_OF_FEW_M, THEIRS_OF_FEW_M = 64, (1870.0, 2.3, 7.8e8), (1700.0, 2.1, 7.7e8)
-# Up to so many rows ours takes this part of that, in the mean of 20 drawn products (H200).
+# Products of up to FEWEST_M rows take ours this part of the time of OURS_OF_FEW_M, in the mean of 20 drawn ones (H200).
 FEWEST_M, OURS_OF_FEWEST_M = 16, 0.95
 # Ours must be this much ahead of more rows up to SMALL_M, and with a pass that it saves.
 UNSURE = 1.03
@@ -136,7 +137,7 @@ def _expected(
         ours = time_of(cycles_of_few_rows(config, size, cost), OURS_OF_FEW_M)
         ours *= OURS_OF_FEWEST_M if size.m <= FEWEST_M else 1
     else:
-        count = cycles(config, size, cost) * (STORED_BY_FEW if config.store_bytes < STORE_BYTES else 1)
+        count = cycles(config, size, cost) * (STORED_BY_FEW if stores_few(config) else 1)
         ours = time_of(count, OURS_OF_SMALL_M if size.m <= SMALL_M else OURS)
     fitted = THEIRS_OF_FEW_M if few else THEIRS_OF_SMALL_M if size.m <= SMALL_M else THEIRS
     theirs = time_of(_their_cycles(whole, problem.sm_count), fitted)

@@ -24,10 +24,11 @@ TILES: tuple[tuple[Form, int, int], ...] = (
     ("cooperative", 128, 160), ("cooperative", 128, 128), ("cooperative", 256, 96),
     *(("pingpong", 192, n) for n in (128, 96, 64)),
 )  # fmt: skip
-# Tiles of three blocks of rows, of products of so many rows, where two blocks are too few, with clusters along n; the
-# model must find them so much faster than others. 165 x 16384 x 3976 takes 46.3 us by them and 51.9 by others, 176 x
-# 11008 x 4096 32.5 and 39.4; of 23 drawn products 21 take 2 to 23% less time, none longer (H200). Of products
-# with tiles of their epilogue those of one wave alone have them: three others took 1 to 3% longer.
+# Rows of a tile of three blocks; the numbers of rows of products that may have such tiles; and the factor by which the
+# model must find such a tile faster than the others. Their clusters are along n. 165 x 16384 x 3976 takes 46.3 us with
+# these tiles and 51.9 with others, 176 x 11008 x 4096 32.5 and 39.4; of 23 drawn products 21 take 2 to 23% less time,
+# none longer (H200). A product whose epilogue reads tiles has them only if it is one wave: in several waves three such
+# products took 1 to 3% longer.
 THREE_BLOCKS, OF_THREE_BLOCKS, FASTER_BY_THREE = 192, range(129, 513), 1.06
 # Clusters of four CTAs are for tiles of 64 rows, which load most from L2 for what they multiply.
 CLUSTERS: tuple[tuple[int, int], ...] = ((1, 2), (2, 1), (1, 1), (2, 2), (4, 1))
@@ -39,16 +40,17 @@ TILES_K: tuple[tuple[Form, int, int], ...] = (
 # Columns of the tiles of 64 rows that are stored by 16 columns, and how many CTAs share their terms: 64 x 13824 x 6144
 # takes 44.0 us by 124 CTAs with tiles of 112 columns, and 45.8 by 62 with 224 (H200).
 NARROW = {(80, 1), (112, 1), (144, 1), (160, 2), (64, 2), (64, 4), (96, 6)}
-# The same of tiles of 128 rows; with those of SHARED_128 they are for products of more than MMA_M rows: 128 x 1024 x
-# 11008 takes 14.3 us by clusters of four, and 17.0 by others (H200).
+# Columns of the tiles of 128 rows that are stored by 16 columns, and how many CTAs share their terms.
 NARROW_128 = {(64, 4), (96, 6)}
+# Columns of the tiles of 128 rows that only products of more than MMA_M rows have, and how many CTAs share their terms:
+# 128 x 1024 x 11008 takes 14.3 us by four CTAs a tile of 64 columns, and 17.0 by other tiles (H200).
 SHARED_128 = {*NARROW_128, (96, 3)}
 # Products of up to MMA_M rows have tiles of NARROW with more than MMA_M columns only where their CTAs are on more than
 # this part of all SMs, or on at most half of them where CTAs share terms: so none of 12 drawn products took longer than
 # by wider tiles. With CTAs on 77 of 132 SMs some took up to a fifth longer (H200).
 MOST_BUSY = 0.9
-EDGES = (8, 16, 32, 64)  # rows of a that are loaded of a tile at the edge; of THREE_BLOCKS these, too
-MORE_EDGES = (96, 128, 144, 160, 176)
+EDGES = (8, 16, 32, 64)  # rows of a that are loaded of a tile at the edge
+MORE_EDGES = (96, 128, 144, 160, 176)  # those that tiles of THREE_BLOCKS may have besides EDGES
 GPC_SMS = 18  # of a group of SMs at most, in which a cluster must fit; their number is even
 # Stages of the operands at most and at least, and stages of subtiles: fewer of these where the operands would otherwise
 # have fewer than ENOUGH_STAGES.
@@ -277,14 +279,14 @@ def choose(size: GemmSize, cost: EpilogueCost, arch: str, sm_count: int, by_rows
     least = max(_busy_sms(usual, size, cost) if usual else 0, MOST_BUSY * sm_count)
     alone = fastest(c for c in possible if _fits_one_wave(c, size, cost, least, sm_count))
     if usual and alone:
-        part = STORED_BY_FEW if alone.tile_m > MMA_M and _stores_few(alone) else ONE_WAVE
+        part = STORED_BY_FEW if alone.tile_m > MMA_M and stores_few(alone) else ONE_WAVE
         if cycles(alone, size, cost) * part >= cycles(usual, size, cost):
             return usual
     return alone or usual
 
 
 def _expected_cycles(config: GemmConfig, size: GemmSize, cost: EpilogueCost) -> float:
-    """What decides between configs."""
+    """The cycles by which configs are compared: a tile of three blocks counts as FASTER_BY_THREE times as slow."""
     return slowest_cycles(config, size, cost) * (FASTER_BY_THREE if config.tile_m == THREE_BLOCKS else 1)
 
 
@@ -317,18 +319,19 @@ def _is_for(config: GemmConfig, size: GemmSize, cost: EpilogueCost) -> bool:
     return size.m <= MMA_M or not _for_few_rows(config)
 
 
-def _stores_few(config: GemmConfig) -> bool:
+def stores_few(config: GemmConfig) -> bool:
+    """Whether a tile is stored by few columns at a time, as tiles of NARROW and NARROW_128 are."""
     return config.store_bytes < STORE_BYTES
 
 
 def _for_few_rows(config: GemmConfig) -> bool:
     """Whether a config was measured with one row of tiles of MMA_M rows alone."""
-    return config.tile_m == MMA_M and _stores_few(config) and config.tile_n > MMA_M
+    return config.tile_m == MMA_M and stores_few(config) and config.tile_n > MMA_M
 
 
 def _for_one_wave(config: GemmConfig) -> bool:
     """Whether a config is taken only where all of its clusters run at once."""
-    return _stores_few(config) or config.cluster_m * config.cluster_n > 2
+    return stores_few(config) or config.cluster_m * config.cluster_n > 2
 
 
 def _tiles(config: GemmConfig, size: GemmSize, cost: EpilogueCost) -> int:
