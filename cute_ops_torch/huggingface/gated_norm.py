@@ -23,7 +23,7 @@ from cute_ops_torch.composite import constant
 from cute_ops_torch.huggingface.bypass import declined, takes
 from cute_ops_torch.huggingface.match import Forward, Replacement, innermost, named_as
 from cute_ops_torch.huggingface.meaning import state_of
-from cute_ops_torch.huggingface.trial import agreeing_ranks, all_close, names_of, trial
+from cute_ops_torch.huggingface.trial import Watching, agreeing_ranks, all_close, names_of, trial
 
 log = logging.getLogger("cute_ops")
 Tensor = torch.Tensor
@@ -69,7 +69,9 @@ def _replacement(module: nn.Module, n: int, state: Any) -> Replacement | None:
             found = {dtype: _traced(module, n, dtype) for dtype in _DTYPES}
         if seen.more or seen.modes or not all(found.values()):
             return None
-        ranks = agreeing_ranks(module, lambda rows: _agrees(module, found[torch.float32], (*rows, n)))
+        ranks = agreeing_ranks(
+            module, lambda rows, watching: _agrees(module, found[torch.float32], (*rows, n), watching)
+        )
         if not ranks:
             return None
     except Exception as error:  # a forward may raise, or branch on what a trace does not know
@@ -136,16 +138,19 @@ def _traced(module: nn.Module, n: int, dtype: torch.dtype) -> _Meaning | None:
     return _Meaning(declared(found), operands) if {*_ARGUMENTS} <= {*operands} else None
 
 
-def _agrees(module: nn.Module, meaning: _Meaning | None, shape: tuple[int, ...]) -> bool:
+def _agrees(module: nn.Module, meaning: _Meaning | None, shape: tuple[int, ...], watching: Watching) -> bool:
     """Whether op and original give the same results and gradients for random numbers of this shape."""
     assert meaning is not None  # so the caller has asked
     draw = torch.Generator().manual_seed(0)
     named = (*module.named_parameters(), *module.named_buffers())
     own = {name: torch.randn(t.shape, generator=draw).requires_grad_() for name, t in named}
     given = {name: torch.randn(shape, generator=draw).requires_grad_() for name in _ARGUMENTS}
+    leaves = [*own.values(), *given.values()]
     with torch.enable_grad():
-        want = torch.func.functional_call(module, own, tuple(given.values()))
+        with watching():
+            want = torch.func.functional_call(module, own, tuple(given.values()))
+            cotangent = torch.randn(want.shape, generator=draw)
+            wanted: Any = torch.autograd.grad(want, leaves, cotangent, allow_unused=True)
         got = registry.define(meaning.op).function(*((own | given)[name] for name in meaning.operands))
-        cotangent, leaves = torch.randn(want.shape, generator=draw), [*own.values(), *given.values()]
-        outcomes = [torch.autograd.grad(out, leaves, cotangent, allow_unused=True) for out in (want, got)]
-    return all_close([(got, want), *zip(outcomes[1], outcomes[0], strict=True)])
+        found: Any = torch.autograd.grad(got, leaves, cotangent, allow_unused=True)
+    return all_close([(got, want), *zip(found, wanted, strict=True)])

@@ -27,6 +27,7 @@ from cute_ops_torch.huggingface.bypass import calls, declined, takes
 from cute_ops_torch.huggingface.match import Forward, Replacement, innermost, named_as
 from cute_ops_torch.huggingface.residual_norm import Norm
 from cute_ops_torch.huggingface.trial import (
+    Watching,
     agreeing_ranks,
     all_close,
     attributes_of_class,
@@ -181,7 +182,8 @@ def checked_meaning(module: nn.Module, n: int, state: Any) -> tuple[Meaning | No
             return meaning, ranks
     traced = meaning_of(module, n)
     ranks = _agreeing(module, traced, n) if traced is not None else frozenset()
-    traced = traced if ranks else None
+    if traced is not None and not ranks:  # which another process may see otherwise
+        return None, ranks
     recorded_meanings.meanings.keep(key, _NO_OP if traced is None else traced._asdict())
     return traced, ranks
 
@@ -331,7 +333,11 @@ def _agreeing(module: nn.Module, meaning: Meaning, n: int) -> frozenset[int]:
     part = _part(own.values()) if meaning.last else 1
     for each in dict.fromkeys((part, 1)):
         shapes = {name: tuple(size // each for size in shape) for name, shape in own.items()}
-        if ranks := agreeing_ranks(module, lambda rows: _agrees(module, meaning, (*rows, n // each), shapes)):  # noqa: B023
+
+        def agrees(rows: tuple[int, ...], watching: Watching) -> bool:
+            return _agrees(module, meaning, (*rows, n // each), shapes, watching)  # noqa: B023
+
+        if ranks := agreeing_ranks(module, agrees):
             return ranks
     return frozenset()
 
@@ -343,7 +349,10 @@ def _part(shapes: Iterable[torch.Size]) -> int:
     return next(part for part in range(max(min(sizes) // _NARROW, 1), 0, -1) if most % part == 0)
 
 
-def _agrees(module: nn.Module, meaning: Meaning, shape: tuple[int, ...], shapes: Mapping[str, tuple[int, ...]]) -> bool:
+def _agrees(
+    module: nn.Module, meaning: Meaning, shape: tuple[int, ...], shapes: Mapping[str, tuple[int, ...]],
+    watching: Watching,
+) -> bool:  # fmt: skip
     """Whether op and original give the same results and gradients for random numbers of this shape."""
     draw = torch.Generator().manual_seed(0)
 
@@ -354,10 +363,11 @@ def _agrees(module: nn.Module, meaning: Meaning, shape: tuple[int, ...], shapes:
     own = {name: random(size, min(4 / size[-1] ** 0.5, 1.0) if len(size) > 1 else 1.0) for name, size in shapes.items()}
     x = random(shape)
     with torch.enable_grad():
-        want = torch.func.functional_call(module, own, (x,))
+        with watching():
+            want = torch.func.functional_call(module, own, (x,))
+            cotangent = torch.randn(want.shape, generator=draw)
+            wanted: Any = torch.autograd.grad(want, [x, *own.values()], cotangent, allow_unused=True)
         got = _computed(meaning, own, x)
-        cotangent = torch.randn(want.shape, generator=draw)
-        wanted: Any = torch.autograd.grad(want, [x, *own.values()], cotangent, allow_unused=True)
         given: Any = torch.autograd.grad(got, [x, *own.values()], cotangent, allow_unused=True)
     return all_close([(got, want), *zip(given, wanted, strict=True)])
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dis
 import enum
+import gc
 import inspect
 import logging
 import sys
@@ -73,17 +74,23 @@ class Names:
 
 @contextmanager
 def noted(names: Names) -> Iterator[None]:
-    """Note which functions run, in a thread without a profiler."""
+    """Note which functions run, in a thread without a profiler. Meanwhile no garbage is collected, whose finalizers
+    would be noted.
+    """
 
     def note(frame: types.FrameType, event: str, _: object) -> None:
         if event == "call" and frame.f_code not in names.seen:
             names.note(frame)
 
+    collects = gc.isenabled()
+    gc.disable()
     sys.setprofile(note)
     try:
         yield
     finally:
         sys.setprofile(None)
+        if collects:
+            gc.enable()
 
 
 @cache

@@ -12,7 +12,8 @@ import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from itertools import starmap
 from typing import Any
 
@@ -31,6 +32,8 @@ _OWN = frozenset(vars(nn.Module()))
 _ROWS = ((2, 3), (1, 3), (), (3,), (1,), (2, 3, 2), (2, 1, 3, 2))
 # Types of attributes whose later values can be compared with earlier ones: nobody changes these in place.
 _PLAIN = (int, float, str, type(None), torch.dtype, types.FunctionType, types.BuiltinFunctionType)
+Watching = Callable[[], AbstractContextManager[None]]
+Agrees = Callable[[tuple[int, ...], Watching], bool]
 
 
 class Seen:
@@ -104,10 +107,15 @@ def trial(module: nn.Module, watched: bool = True) -> Iterator[Seen]:
         seen.more = True in [*starmap(_give_back, containers), seen.more]
 
 
-def agreeing_ranks(module: nn.Module, agrees: Callable[[tuple[int, ...]], bool]) -> frozenset[int]:
+def agreeing_ranks(module: nn.Module, agrees: Agrees) -> frozenset[int]:
     """The numbers of dims of an input, up to five, for whose rows an op gives what a module gives, in training and in
     evaluation; empty if there is no agreement for three dims, or if the module has read more than what it is known by.
     A ``forward`` may normalise the second of four dims, refuse five, drop a first dim of one, or ask for its own class.
+
+    Args:
+        module: the module.
+        agrees: whether both give the same for rows of these leading dims. It enters the second argument's context for
+            the module's call and gradients, and leaves it for the op's: what an op runs is nothing that a module reads.
     """
     if sys.getprofile() is None:
         return _agreeing_ranks(module, agrees)
@@ -115,21 +123,21 @@ def agreeing_ranks(module: nn.Module, agrees: Callable[[tuple[int, ...]], bool])
         return thread.submit(_agreeing_ranks, module, agrees).result()
 
 
-def _agreeing_ranks(module: nn.Module, agrees: Callable[[tuple[int, ...]], bool]) -> frozenset[int]:
+def _agreeing_ranks(module: nn.Module, agrees: Agrees) -> frozenset[int]:
     found: set[int] = set()
     refused: set[int] = set()
     names = Names(module, read_globals(type(module).forward))
-    with trial(module) as seen, noted(names):
+    with trial(module) as seen:
         for training in (True, False):
             set_training(module, training)
             for rows in _ROWS:
-                (found if _holds(agrees, rows) else refused).add(len(rows) + 1)
+                (found if _holds(agrees, rows, names) else refused).add(len(rows) + 1)
                 if 3 in refused:
                     return frozenset()
             if not seen.modes:
                 break
-    with trial(module, watched=False), noted(names):
-        alike = _holds(agrees, (2, 3))
+    with trial(module, watched=False):
+        alike = _holds(agrees, (2, 3), names)
     if names.unseen:
         log.debug("%s reads %s, which may change unseen", type(module).__name__, ", ".join(sorted({*names.unseen})))
     return frozenset(found - refused) if alike and not (seen.more or names.unseen) else frozenset()
@@ -141,9 +149,9 @@ def set_training(module: nn.Module, training: bool) -> None:
         each.training = training
 
 
-def _holds(agrees: Callable[[tuple[int, ...]], bool], rows: tuple[int, ...]) -> bool:
+def _holds(agrees: Agrees, rows: tuple[int, ...], names: Names) -> bool:
     try:
-        return agrees(rows)
+        return agrees(rows, partial(noted, names))
     except Exception as error:
         log.debug("a module refuses rows of %s: %s: %s", rows, type(error).__name__, error)
         return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import cProfile
+import gc
 import json
 import math
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from cute_ops_torch.huggingface.meaning import replacement_of
 from cute_ops_torch.huggingface.trial import same_everywhere
 from cute_ops_torch.inductor.front import Front
 from cute_ops_torch.inductor.trace import traced
+from cute_ops_torch.library import reference
 
 N = 16
 RMS = "e1(t,r) square 0; mean 2; add 3 9.999999974752427e-07; rsqrt 4; multiply 0 5; multiply 1 6 -> 7"
@@ -246,6 +248,60 @@ def test_what_is_kept_is_only_a_guess(kept: Path, wrong: str) -> None:
     found = replacement_of(norm)
     assert found is not None and found.op == "rmsnorm"
     assert json.loads(file.read_text()) == said
+
+
+COUNTS: list[object] = []
+
+
+class Collected:
+    """Garbage whose finalizer reads a list among the globals of this file."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+    def __del__(self) -> None:
+        COUNTS.append(None)
+
+
+@pytest.mark.parametrize("what", ["an op", "a finalizer"])
+def test_what_others_run_meanwhile_is_not_what_a_module_reads(
+    what: str, kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What an op runs, which a program may have wrapped, and finalizers of garbage."""
+    run, threshold = reference.run_reference, gc.get_threshold()
+
+    def counted(*given: Any) -> Any:
+        COUNTS.append(given)
+        return run(*given)
+
+    class Squares(Norm):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if what == "a finalizer":
+                Collected()
+                [[] for _ in range(3)]  # lets the collector run
+            return super().forward(x)
+
+    if what == "an op":
+        monkeypatch.setattr(reference, "run_reference", counted)
+    COUNTS.clear()
+    try:
+        gc.set_threshold(1, 1, 1)
+        found = replacement_of(Squares("written out"))
+    finally:
+        gc.set_threshold(*threshold)
+    gc.collect()
+    assert COUNTS
+    assert found is not None and found.op == "rmsnorm"
+
+
+def test_a_disagreement_is_not_kept_on_disk(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meaning, "_agreeing", lambda module, meaning, n: frozenset())
+    assert replacement_of(Norm("written out")) is None
+    monkeypatch.undo()
+    monkeypatch.setattr(meaning, "_known", {})
+    monkeypatch.setenv("CUTE_OPS_CACHE_DIR", str(kept.parent))
+    found = replacement_of(Norm("written out"))
+    assert found is not None and found.op == "rmsnorm"
 
 
 def test_what_changes_after_patching_is_computed_by_the_original() -> None:
