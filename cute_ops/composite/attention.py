@@ -9,6 +9,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from cute_ops.composite.public import MAKING, continued
 from cute_ops.constants import make_room
 from cute_ops.declaration.op import Op
+from cute_ops.errors import is_array
 from cute_ops.ops.attention.attention import DOC as OP_DOC
 from cute_ops.ops.attention.attention import attention as plain
 from cute_ops.ops.attention.attention import attention_packed
@@ -192,11 +193,13 @@ class Attention(ABC, Generic[Array]):
         return run, [*where.before, *arrays, *where.behind]
 
     def _refuse_captured(self, captured: Given, called: str, functions: str) -> None:
-        if captured:
+        if is_array(captured) or captured:
             raise TypeError(f"cute.{called}: `captured` was given, but no {functions} that reads it.")
 
     def _read(self, captured: Given) -> tuple[tuple[Captured, ...], list[Array]]:
         """The facts about captured arrays, and the arrays."""
+        if is_array(captured):
+            raise TypeError("cute.attention: argument `captured` must be a tuple or a dict of arrays, got one array.")
         names = [*captured] if isinstance(captured, Mapping) else [""] * len(captured)
         arrays = [self.array(a) for a in (captured.values() if isinstance(captured, Mapping) else captured)]
         return tuple(Captured(n, kind_of(dtype_of(a)), a.ndim) for n, a in zip(names, arrays, strict=True)), arrays

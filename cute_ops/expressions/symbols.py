@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from cute_ops.expressions.graph import Operand, TooLargeError
-from cute_ops.expressions.primitives import OFFERED, PRIMITIVES
+from cute_ops.expressions.primitives import OF_ROWS, OFFERED, PRIMITIVES
 from cute_ops.expressions.simplify import SimplifyingGraph
 
 MOST_POWER = 8
@@ -283,7 +283,8 @@ class NoArray:
         self._foreign("numpy", function.__name__, args)
 
     def __array__(self, *_: Any, **__: Any) -> Any:
-        self._foreign("numpy", "asarray")
+        instead = "write the function of xp that does it; an array that it indexes must be a parameter"
+        self._graph.refuse("numpy.asarray of a value, or an index of NumPy's array that is one", instead)
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), options: Any = None) -> Any:
@@ -296,8 +297,14 @@ class NoArray:
         for x in args:
             if hasattr(x, "shape") and hasattr(x, "dtype") and not isinstance(x, NoArray) and as_number(x) is None:
                 self._graph.node(x, name)
-        primitive = f"xp.{name}" if name in OFFERED else "the function of xp that does it"
-        self._graph.refuse(f"{library}{f'.{name}' if name else ''} of a value", f"write {primitive}")
+        self._graph.refuse(f"{library}{f'.{name}' if name else ''} of a value", _instead(name))
+
+
+def _instead(name: str) -> str:
+    """What to write in place of a function or method of another library."""
+    if name in OF_ROWS:
+        return f"write xp.{name}(x, axis=-1{', keepdims=True' if name != 'softmax' else ''})"
+    return f"write xp.{name}" if name in OFFERED else "write the function of xp that does it"
 
 
 def _refused(what: str, instead: str) -> Callable[..., Any]:
@@ -375,9 +382,7 @@ class Symbol(Arithmetic, NoArray):
         if name.startswith("__"):  # a library asks
             raise AttributeError(name)
         function = "stop_gradient" if name == "detach" else name
-        self._graph.refuse(
-            f".{name} of a value", f"write xp.{function}(x)" if function in OFFERED else "write a function of xp"
-        )
+        self._graph.refuse(f".{name} of a value", _instead(function))
 
     __bool__ = _refused("Python's control flow on a value", _DECISION)
     __float__ = _refused("float() of a value", _NUMBER)

@@ -400,6 +400,9 @@ CALLED = {
     "argument `bias` is a bool, on which Python decides": (biased, [(3, 8), True, 1.0], {}),
     "argument `residual` is required": (biased, [(3, 8), (8,)], {}),
     "4 operands were given; it takes `x`, `bias`, `residual`.": (biased, [(3, 8)] * 4, {}),
+    "2 operands were given; it takes `y`. Its first parameter, `x`, is the namespace: call it `xp`.": (
+        lambda x, y: x + y, [(3, 8), (3, 8)], {}
+    ),
     "argument `bias` was given twice": (biased, [(3, 8), (8,)], {"bias": 1.0}),
     "unknown argument `limt` (did you mean limit?)": (gated, [(3, 8)], {"limt": 1.0}),
     "attribute `limit` is a kernel's constant: give a number or text, not list": (gated, [(3, 8)], {"limit": [1]}),
@@ -429,6 +432,21 @@ def test_what_a_call_cannot_be_says_why(text: str) -> None:
 def test_functions_that_no_call_can_have(function: Any, text: str) -> None:
     with pytest.raises((TypeError, ValueError), match=text):
         ByCall(function)
+
+
+NAMED = {
+    "argument `operands` has `ga` (did you mean gain?),": ({"x": "*m n", "ga": "n"}, {}),
+    "argument `attrs` has `bound`, but f has no such attribute; its": ({"x": "*m n", "gain": "n"}, {"bound": 1.0}),
+    "argument `operands` lacks `gain`, which f takes.": ({"x": "*m n"}, {"eps": 1.0}),
+    "argument `attrs` lacks `eps`, which f takes.": ({"x": "*m n", "gain": "n"}, {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", NAMED)
+def test_declared_names_are_those_of_the_function(text: str) -> None:
+    operands, attrs = NAMED[text]
+    with pytest.raises(TypeError, match=re.escape(f"cute_ops.fused: {text}")):
+        fused(lambda xp, x, gain, *, eps: x * gain + eps, operands=operands, attrs=attrs, name="f")
 
 
 def test_commands_and_manifests_find_the_ops_of_calls(tmp_path: Path) -> None:

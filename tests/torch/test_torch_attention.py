@@ -295,6 +295,9 @@ DOCUMENT, SLOPES = torch.zeros(2, 5, dtype=torch.int64), torch.ones(4)
     ("options", "error", "said"),
     [
         ({"captured": (SLOPES,)}, TypeError, "`captured` was given, but no score_mod or mask_mod that reads it."),
+        ({"captured": SLOPES}, TypeError, "`captured` was given, but no score_mod or mask_mod that reads it."),
+        ({"score_mod": mods.alibi, "captured": SLOPES}, TypeError,
+         "cute.attention: argument `captured` must be a tuple or a dict of arrays, got one array."),
         ({"score_mod": mods.alibi}, TypeError, "score_mod alibi reads `slopes`, but `captured` has 0."),
         ({"mask_mod": mods.causal, "captured": (SLOPES,)}, TypeError, "reads no arrays, but `captured` has 1"),
         ({"score_mod": mods.alibi, "captured": {"slope": SLOPES}}, TypeError,

@@ -157,7 +157,9 @@ class ByCall:
                 self._refuse(TypeError, f"argument `{name}` was given twice, by position and by name.")
         if len(args) > len(self.operands):
             listed = ", ".join(f"`{each}`" for each in self.operands)
-            self._refuse(TypeError, f"{len(args)} operands were given; it takes {listed}.")
+            first = next(iter(inspect.signature(self.function).parameters))
+            lacks = "" if first == "xp" else f" Its first parameter, `{first}`, is the namespace: call it `xp`."
+            self._refuse(TypeError, f"{len(args)} operands were given; it takes {listed}.{lacks}")
         given = {**self._defaults, **kwargs}
         operands = [*args]
         for name in self.operands[len(args) :]:

@@ -16,7 +16,7 @@ from cute_ops.declaration.shapes import FLOATS
 from cute_ops.declaration.split import Sharding
 from cute_ops.declaration.static import WhileFew
 from cute_ops.declaration.tensor import Tensor
-from cute_ops.errors import header_of, suggesting
+from cute_ops.errors import header_of, meant, suggesting
 from cute_ops.expressions.derivative import differentiate, worth_saving
 from cute_ops.expressions.graph import SHAPES, Expression, operands_of
 from cute_ops.expressions.groups import sizes
@@ -84,11 +84,12 @@ def fused(
         TraceError: the function does what an expression cannot say.
         ValueError: it does something that cannot be fused yet, or the declaration is wrong.
     """
-    header_of(function, "cute_ops.fused: argument `function`")
+    header = header_of(function, "cute_ops.fused: argument `function`")
     if not isinstance(operands, Mapping):
         came = type(operands).__name__  # type: ignore[unreachable]
         raise TypeError(f"cute_ops.fused: argument `operands` must be shapes by name, {{'x': '*m n'}}, got {came}.")
     attrs, name = attrs or {}, name or function.__name__
+    _check_names(header, operands, attrs, name)
     shapes = {key: shape_of(operand) for key, operand in operands.items()}
     found = _Fused(
         name, Traces(name, function, shapes, attrs), operands, outputs=outputs, attrs=attrs, cases=cases,
@@ -97,6 +98,26 @@ def fused(
     return found.op(
         function.__module__, doc or inspect.getdoc(function) or f"``{name}`` in one pass.", grad_doc, finish
     )
+
+
+def _check_names(header: inspect.Signature, operands: Mapping[str, str], attrs: Mapping[str, Any], name: str) -> None:
+    """Refuse operands and attributes that are not those of a function ``(xp, *operands, *, **attrs)``."""
+    own = [p for p in header.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)][1:]
+    known, declared = [p.name for p in own], {**operands, **attrs}
+    if len(known) < len(header.parameters) - 1:  # it takes any
+        return
+    for each in declared:
+        if each not in known:
+            where, named = ("operands", "operand") if each in operands else ("attrs", "attribute")
+            listed = ", ".join(f"`{p}`" for p in known) or "none besides its first, the namespace"
+            raise TypeError(
+                f"cute_ops.fused: argument `{where}` has `{each}`{meant(each, known)}, but {name} has no such {named}; "
+                f"its parameters are {listed}."
+            )
+    for p in own:
+        if p.name not in declared and p.default is p.empty:
+            where = "attrs" if p.kind is p.KEYWORD_ONLY else "operands"
+            raise TypeError(f"cute_ops.fused: argument `{where}` lacks `{p.name}`, which {name} takes.")
 
 
 def fused_traced(
