@@ -70,9 +70,10 @@ class Chooser:
     def _of_ours(self, found: Found, products: list[int], device: str) -> Choice:
         """The ops of ours that an expression becomes."""
         choice = neutral.choose(found, products, exact=self.exact)
-        if choice.kind == "linear" and (_adds_bias(found) or "linear" not in self.names):
+        if choice.kind == "linear" and _adds_bias(found):
+            return Choice("", why="the framework's product adds its bias")
+        if choice.kind == "linear" and "linear" not in self.names:
             choice = neutral.choose(found, exact=self.exact)
-            choice = choice._replace(why="the framework's product adds its bias") if not choice.kind else choice
         if choice.name and choice.name not in self.names:
             return Choice("", why=f"{choice.name} is not asked for")
         if choice.kind == "fused" and not found.reduces and any(map(_is_rotated, found.leaves)):
@@ -178,9 +179,10 @@ def _concrete(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _adds_bias(found: Found) -> bool:
-    """Whether an expression only adds a bias, as the framework's product does, too."""
+    """Whether an expression only adds a bias, as the framework's product does, too: of columns or both halves."""
     words = [node.primitive for node in found.expression.nodes if node.primitive in PRIMITIVES]
-    return words == ["add"] and {str(leaf.operand) for leaf in found.leaves} == {"t", "r"}
+    operands = sorted(str(leaf.operand) for leaf in found.leaves)
+    return {*words} == {"add"} and operands in (["r", "t"], ["2r", "2t"]) and len(words) == len(found.roots)
 
 
 def _is_rotated(leaf: Leaf) -> bool:

@@ -82,6 +82,15 @@ def test_gated_mlps_of_two_weights(activation: str, transposed: bool) -> None:
     compare(mlp, x, *(w.detach().bfloat16().requires_grad_() for w in weights), found={"gated_mlp": 1})
 
 
+def test_a_bias_of_two_halves_stays_with_the_framework_s_product() -> None:
+    def halves(x: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+        left, right = F.linear(x, w, b).chunk(2, dim=-1)
+        return left.unflatten(-1, (2, -1)), right.unflatten(-1, (2, -1))
+
+    compare(halves, made(B, S, K, seed=0), made(64, K, seed=1), made(64, seed=2), found={})
+    assert "the framework's product adds its bias" in str(inductor.report())
+
+
 def test_gated_mlps_of_one_packed_weight() -> None:
     def mlp(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         gate, up = F.linear(x, gate_up).chunk(2, dim=-1)
