@@ -29,8 +29,8 @@ _PURE = (
     "tril", "triu", "add", "sub", "mul", "floordiv", "neg", "diff", "cumsum", "abs", "sum", "max", "min",
     "eq", "ne", "lt", "le", "gt", "ge", "and_", "or_", "xor", "invert", "inv", "logical_and", "logical_or",
     "logical_not", "bitwise_and", "bitwise_or", "bitwise_not", "where", "masked_fill", "clamp", "all", "any",
-    "getitem", "view", "reshape", "flatten", "expand", "expand_as", "unsqueeze", "squeeze", "transpose", "permute",
-    "contiguous", "clone", "repeat", "broadcast_to", "to", "bool", "long", "int", "type",
+    "getitem", "view", "reshape", "flatten", "unflatten", "expand", "expand_as", "unsqueeze", "squeeze", "transpose",
+    "permute", "contiguous", "clone", "repeat", "broadcast_to", "to", "bool", "long", "int", "type",
 )  # fmt: skip
 
 
@@ -43,7 +43,8 @@ def replace_mask(graph: Graph, node: Any) -> bool:
     mask, made, query, key = (value_of(given.get(n)) for n in ("attn_mask", "attn_mask", "query", "key"))
     if mask is None or made is None or query is None or key is None or given.get("is_causal"):
         return False
-    if mask.dtype != torch.bool or mask.ndim < 2 or mask.shape[-2:] != (query.shape[-2], key.shape[-2]):
+    hides = mask.dtype == torch.bool or mask.is_floating_point()
+    if not hides or mask.ndim < 2 or mask.shape[-2:] != (query.shape[-2], key.shape[-2]):
         return False
     sides = sides_of(graph, given["attn_mask"], node)
     node.meta[_SIDES] = sides
@@ -94,6 +95,10 @@ def known_value(graph: Graph, node: Node) -> torch.Tensor | None:
 def _look(nodes: list[Node]) -> tuple[int, int] | None:
     """The sides of a mask, computed on the CPU."""
     mask = _computed(nodes)
+    if mask.is_floating_point():  # what is added to scores
+        if not bool(((mask == 0) | (mask == -math.inf)).all()):
+            return None
+        mask = mask == 0
     if mask.all():
         return ALL
     rows, columns = mask.shape[-2:]

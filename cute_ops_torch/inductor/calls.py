@@ -119,7 +119,9 @@ def _has_known_options(given: Mapping[str, Any]) -> bool:
 def _is_mask(mask: Any, q: torch.Tensor, k: torch.Tensor) -> bool:
     """Whether a mask says which of the keys a query attends to."""
     made = value_of(mask)
-    return made is not None and made.dtype == torch.bool and made.shape[-2:] == (q.shape[-2], k.shape[-2])
+    if made is None or not (made.dtype == torch.bool or made.is_floating_point()):
+        return False
+    return made.shape[-2:] == (q.shape[-2], k.shape[-2])
 
 
 def _may_attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> bool:

@@ -563,13 +563,30 @@ def test_attention_sums_in_a_fixed_order_where_torch_is_told_to(fixed: bool) -> 
     assert found == [fixed]
 
 
-def masked(allowed: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
-    """Attention whose mask says which keys, by their places, a query attends to, as Hugging Face's models make it."""
+@pytest.mark.parametrize("number", [0.5, -1e4, math.inf])
+def test_masks_that_add_other_numbers_stay(number: float) -> None:
+    def attend(x: Tensor, w: Tensor) -> Tensor:
+        q = F.linear(x, w).view(*x.shape[:-1], -1, 16).transpose(1, 2)
+        mask = torch.full((x.shape[1], x.shape[1]), number, dtype=x.dtype).triu(1)
+        return F.scaled_dot_product_attention(q, q, q, mask)
+
+    half = torch.bfloat16
+    torch.compile(attend, backend=only_the_pass, fullgraph=True)(
+        made(B, S, K, seed=0, dtype=half), made(64, K, seed=1, dtype=half)
+    )
+    assert "attention" not in inductor.replaced and "attention_mask" not in inductor.replaced
+
+
+def masked(allowed: Callable[[Tensor, Tensor], Tensor], added: bool = False) -> Callable[..., Tensor]:
+    """Attention whose mask says which keys, by their places, a query attends to, as Hugging Face's models make it, or
+    is ``added`` to scores.
+    """
 
     def function(x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor) -> Tensor:
         q, k, v = (F.linear(x, w).view(*x.shape[:-1], -1, 16).transpose(1, 2) for w in (wq, wk, wv))
         places = torch.arange(x.shape[1])
         mask = allowed(places[None, None, :, None], places[None, None, None, :]).expand(x.shape[0], -1, -1, -1)
+        mask = torch.zeros_like(mask, dtype=x.dtype).masked_fill(~mask, -math.inf) if added else mask
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
 
     return function
@@ -588,22 +605,24 @@ WINDOWS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], tuple[bool, int, in
 
 @pytest.mark.slow
 @pytest.mark.drawn(0.6)
+@pytest.mark.parametrize("added", [False, True])
 @pytest.mark.parametrize("name", WINDOWS)
-def test_windows(name: str) -> None:
+def test_windows(name: str, added: bool) -> None:
     """A mask that follows from sizes and is a window becomes its limits; others stay."""
     (allowed, limits), half = WINDOWS[name], torch.bfloat16
+    attend = masked(allowed, added)
     given = [made(B, 8, K, seed=0, dtype=half), *(made(64, K, seed=1 + i, dtype=half) for i in range(3))]
     if limits is None:
-        torch.compile(masked(allowed), backend=only_the_pass, fullgraph=True)(*given)
+        torch.compile(attend, backend=only_the_pass, fullgraph=True)(*given)
         assert "attention" not in inductor.replaced
         return
     found: list[Any] = []
-    torch.compile(masked(allowed), backend=_looking_at(lambda node: found.append(node.args[5:8])))(*given)
+    torch.compile(attend, backend=_looking_at(lambda node: found.append(node.args[5:8])))(*given)
     assert found == [limits]
     replaced = dict(inductor.replaced)  # and parts of the mask, which nothing reads
     torch._dynamo.reset()
     inductor.replaced.clear()
-    compare(masked(allowed), *given, found=replaced)
+    compare(attend, *given, found=replaced)
 
 
 def _looking_at(look: Callable[[Any], Any]) -> Any:
