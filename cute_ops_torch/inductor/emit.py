@@ -179,7 +179,7 @@ class Emitter:
             value = run(*given, **kwargs)
         with self.graph.inserting_before(self.before):
             node = create(target, args, dict(kwargs))
-        node.meta = {**{key: self.before.meta[key] for key in _KEPT if key in self.before.meta}, self.key: value}
+        node.meta = {**{key: self.before.meta[key] for key in KEPT if key in self.before.meta}, self.key: value}
         self.made.append(node)
         return node
 
@@ -430,7 +430,7 @@ class Emitter:
 
 
 # What an inserted node takes over from the one before which it stands.
-_KEPT = ("stack_trace", "nn_module_stack", "source_fn_stack", "custom")
+KEPT = ("stack_trace", "nn_module_stack", "source_fn_stack", "custom")
 
 
 def _has_rows(array: Node) -> bool:

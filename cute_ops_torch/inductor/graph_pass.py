@@ -3,8 +3,9 @@
 A pass over the graph that Dynamo captures, before autograd, replaces what one of our ops computes by the op, which
 brings its own gradient: found by its meaning (:mod:`cute_ops.fusion`), whatever it is written with. Losses are found by
 their call (:mod:`cute_ops_torch.inductor.losses`), and an attention mask that says no more than ``is_causal=True`` is
-removed (:mod:`cute_ops_torch.inductor.attention_mask`). Products that are left after autograd take their neighbours
-along (:mod:`cute_ops_torch.inductor.after_autograd`).
+removed (:mod:`cute_ops_torch.inductor.attention_mask`). Multi-head attention of ``torch.nn``, which is one node in that
+graph, is written out before (:mod:`cute_ops_torch.inductor.multi_head`). Products that are left after autograd take
+their neighbours along (:mod:`cute_ops_torch.inductor.after_autograd`).
 
 >>> import cute_ops_torch.inductor
 >>> cute_ops_torch.inductor.enable()  # doctest: +SKIP
@@ -38,6 +39,7 @@ from cute_ops_torch.inductor.dynamo import sweep
 from cute_ops_torch.inductor.effects import is_transformed
 from cute_ops_torch.inductor.fx import value_of
 from cute_ops_torch.inductor.losses import replace_loss
+from cute_ops_torch.inductor.multi_head import WRITTEN_OUT, functional_masks, write_out
 from cute_ops_torch.inductor.report import entries_of, entry_of_node
 from cute_ops_torch.inductor.rewrite import Rewritten, Unreadable, rewrite
 
@@ -180,6 +182,8 @@ class Replace(CustomGraphPass):
             return
         found: Counter[str] = Counter()
         entries: list[Entry] = []
+        if "attention" in self.ops and not self.exact:
+            self._write_out(graph)
         if "attention_mask" in self.ops:
             entries += _without_masks(graph)
             found.update(entry.becomes for entry in entries)
@@ -203,6 +207,19 @@ class Replace(CustomGraphPass):
             log.info("torch.compile: replaced by cute ops: %s", ", ".join(f"{n} x {k}" for n, k in found.items()))
         _entries.extend([*(entries_of(made, graph) if made else ()), *entries])
 
+    def _write_out(self, graph: Graph) -> None:
+        """Write multi-head attention out, whose parts are then found."""
+        called = [each for target in WRITTEN_OUT for each in graph.find_nodes(op="call_function", target=target)]
+        if on := [each for each in called if any(map(self._lies_on, each.all_input_nodes))]:
+            functional_masks(graph)
+            if sum(write_out(graph, node) for node in on):
+                sweep(graph)
+
+    def _lies_on(self, node: Node) -> bool:
+        """Whether a node's tensor is on a device whose graphs are changed."""
+        value = value_of(node)
+        return value is not None and value.device.type in self.devices
+
     def _replaced(self, graph: Graph, node: Node) -> Entry | None:
         """The entry of a call that an op of ours takes the place of, as it now does; None of any other."""
         value = value_of(node)
@@ -218,8 +235,7 @@ class Replace(CustomGraphPass):
         return None
 
     def _concerns(self, graph: Graph) -> bool:
-        values = map(value_of, graph.nodes)
-        return any(value is not None and value.device.type in self.devices for value in values)
+        return any(map(self._lies_on, graph.nodes))
 
     def uuid(self) -> Any:
         before = [earlier.uuid() if isinstance(earlier, CustomGraphPass) else None for earlier in self._earlier()]

@@ -25,6 +25,8 @@ _WHY = {
     "scaled_dot_product_attention": "ours takes 16 bits, no dropout and no mask but a window of known sizes, on a GPU",
     "cross_entropy": "it has weights or labels of its own kind, or its logits are written to later",
     "embedding": "its table is not trained, or has options that ours lacks",
+    "multi_head_attention_forward": "its weights are read or dropped, it adds keys of its own, or it is not in 16 bits",
+    "_transformer_encoder_layer_fwd": "its mask is data, or it is not in 16 bits",
     **dict.fromkeys(("dropout", "native_dropout"), "it draws random numbers, in the order of the program"),
 }
 _VIEWS = ("transpose", "reshape", "broadcast", "slice", "concat")

@@ -1,0 +1,285 @@
+"""``torch.nn.MultiheadAttention`` and what is built of it, under the graph pass and patched, beside torch's own."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from cute_ops_torch import inductor
+from cute_ops_torch.composite.multi_head import MultiHead, multi_head_attention, torch_attention, written_attention
+from tests.torch.drawn_programs import enabled, only_the_pass, through_autograd
+
+Tensor = torch.Tensor
+HEADS, SIZE = 2, 16
+E = HEADS * SIZE
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    inductor.replaced.clear()
+    with enabled():
+        yield
+
+
+def drawn(seed: int, dtype: torch.dtype) -> tuple[nn.MultiheadAttention, list[Tensor], dict[str, Any]]:
+    """A module with its tensors and masks. No mask hides all keys."""
+    rng = random.Random(f"multi-head {seed}")
+    torch.manual_seed(seed)
+    kind, batched = rng.choice(("self", "cross", "apart", "other sizes")), rng.random() < 0.8
+    sizes = {"kdim": 24, "vdim": 40} if kind == "other sizes" else {}
+    module = nn.MultiheadAttention(
+        E, HEADS, bias=rng.random() < 0.7, batch_first=rng.random() < 0.5, dtype=dtype, **sizes
+    )
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    queries, batch = rng.choice((1, 5, 8)), rng.choice((1, 3))
+    keys = queries if kind == "self" else rng.choice((2, 7))
+
+    def tensor(length: int, columns: int) -> Tensor:
+        lead = ((batch, length) if module.batch_first else (length, batch)) if batched else (length,)
+        return torch.randn(*lead, columns).to(dtype).requires_grad_()
+
+    query = tensor(queries, E)
+    key = query if kind == "self" else tensor(keys, sizes.get("kdim", E))
+    value = key if kind in ("self", "cross") else tensor(keys, sizes.get("vdim", E))
+    options: dict[str, Any] = {"need_weights": rng.random() < 0.5}
+    floats = rng.random() < 0.5
+
+    def mask(*shape: int) -> Tensor:
+        hidden = torch.rand(shape) < 0.4
+        hidden[..., 0] = False
+        return torch.where(hidden, -math.inf, torch.randn(shape)).to(dtype) if floats else hidden
+
+    if rng.random() < 0.4:
+        options["key_padding_mask"] = mask(*((batch, keys) if batched else (keys,)))
+    shape = rng.choice(((), (queries, keys), ((batch if batched else 1) * HEADS, queries, keys), "causal"))
+    if shape == "causal":
+        options |= {"attn_mask": torch.ones(queries, keys, dtype=torch.bool).triu(1), "is_causal": rng.random() < 0.7}
+    elif shape:
+        options["attn_mask"] = mask(*shape)
+    return module, [query, key, value], options
+
+
+@pytest.mark.drawn(0.4)
+@pytest.mark.parametrize("seed", range(40))
+def test_steps_are_those_of_torch(seed: int) -> None:
+    """In float64, in which both forms of attention agree: results and gradients."""
+    module, tensors, options = drawn(seed, torch.float64)
+    form = random.Random(seed).choice((torch_attention(0.0), written_attention))
+    causal = bool(options.get("is_causal")) and "key_padding_mask" not in options and form is not written_attention
+    weights, last = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight), module.out_proj
+    given = MultiHead(
+        *tensors, HEADS, module.in_proj_weight, module.in_proj_bias, weights, last.weight, last.bias,
+        None if causal else options.get("attn_mask"), options.get("key_padding_mask"), causal, module.batch_first,
+    )  # fmt: skip
+    trained = [*dict.fromkeys(tensors), *module.parameters()]
+    results = [module(*tensors, **options)[0], multi_head_attention(given, form)]
+    toward = torch.randn_like(results[0])
+    (want, *grads), (got, *ours) = [[out, *torch.autograd.grad(out, trained, toward)] for out in results]
+    for a, b in zip([got, *ours], [want, *grads], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+def run(function: Any, tensors: list[Tensor], parameters: list[Tensor]) -> list[Tensor]:
+    """A result, and gradients of what it was computed from."""
+    out = function(*tensors)
+    generator = torch.Generator().manual_seed(0)
+    trained = [*dict.fromkeys(each for each in tensors if each.requires_grad), *parameters]
+    grads = torch.autograd.grad(out, trained, torch.randn(out.shape, generator=generator).to(out.dtype))
+    return [out.detach(), *grads]
+
+
+def near(got: list[Tensor], plain: list[Tensor], exact: list[Tensor]) -> None:
+    """Ours are not farther from exact values than twice what torch's own are."""
+    out, same = got[0], plain[0]
+    assert [s for s, n in zip(out.stride(), out.shape, strict=True) if n > 1] == [
+        s for s, n in zip(same.stride(), same.shape, strict=True) if n > 1
+    ]
+    for ours, torchs, want in zip(got, plain, exact, strict=True):
+        assert (ours.dtype, ours.shape) == (torchs.dtype, torchs.shape)
+        assert torch.equal(ours.isnan(), torchs.isnan())
+        scale = want.nan_to_num().abs().max().item()
+        errors = [(each.double() - want.double()).nan_to_num().abs().max().item() for each in (ours, torchs)]
+        assert errors[0] <= 2 * errors[1] + 0.01 * scale + 1e-3, (errors, scale)
+
+
+@pytest.mark.slow
+@pytest.mark.drawn(0.3)
+@pytest.mark.parametrize("seed", range(40))
+def test_modules_in_the_pass(seed: int) -> None:
+    module, tensors, options = drawn(seed, torch.bfloat16)
+    wide = drawn(seed, torch.float64)[0]
+    wide.load_state_dict(module.state_dict())
+    exact = run(
+        lambda *given: wide(*given, **{k: v.double() if torch.is_tensor(v) and v.is_floating_point() else v
+                                       for k, v in options.items()})[0],
+        _alike(tensors, torch.float64), [*wide.parameters()],
+    )  # fmt: skip
+    backend = random.Random(seed).choice((only_the_pass, through_autograd))
+    compiled = torch.compile(lambda *given: module(*given, **options)[0], backend=backend, fullgraph=True)
+    plain = run(lambda *given: module(*given, **options)[0], tensors, [*module.parameters()])
+    near(run(compiled, tensors, [*module.parameters()]), plain, exact)
+
+
+def _alike(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    made = {each: each.detach().to(dtype).requires_grad_() for each in tensors}
+    return [made[each] for each in tensors]
+
+
+class Encoder(nn.Module):
+    """Layers of torch's encoder, called with a mask that follows from sizes, or one of padding."""
+
+    def __init__(self, mask: str, **options: Any) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(E, HEADS, 48, **options)
+        self.mask, self.layers = mask, nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, x: Tensor, padding: Tensor) -> Tensor:
+        length = x.shape[1 if self.layers.layers[0].self_attn.batch_first else 0]
+        if self.mask == "causal":
+            mask = nn.Transformer.generate_square_subsequent_mask(length, dtype=x.dtype)
+            return self.layers(x, mask, is_causal=False)
+        if self.mask == "hinted":
+            return self.layers(x, torch.ones(length, length, dtype=torch.bool).triu(1), is_causal=True)
+        return self.layers(x, src_key_padding_mask=padding) if self.mask == "padding" else self.layers(x)
+
+
+@pytest.mark.slow
+@pytest.mark.drawn(0.5)
+@pytest.mark.parametrize("mode", ["training", "evaluation", "without gradients"])
+@pytest.mark.parametrize("mask", ["none", "causal", "hinted", "padding"])
+def test_encoders_in_the_pass(mask: str, mode: str) -> None:
+    """Attention is ours unless torch's function gets a mask of data."""
+    rng = random.Random(f"{mask} {mode}")
+    torch.manual_seed(3)
+    options: Any = {
+        "norm_first": rng.random() < 0.5, "batch_first": mode == "without gradients" or rng.random() < 0.5,
+        "activation": rng.choice(("relu", "gelu")), "dropout": 0.0,
+    }  # fmt: skip
+    model = Encoder(mask, **options).bfloat16().train(mode == "training")
+    wide = Encoder(mask, **options).double().train(mode == "training")
+    wide.load_state_dict(model.state_dict())
+    x = torch.randn(3, 6, E).bfloat16() if options["batch_first"] else torch.randn(6, 3, E).bfloat16()
+    padding = torch.arange(6) >= torch.tensor([[6], [3], [1]])
+    compiled = torch.compile(model, backend=through_autograd, fullgraph=True)
+    if mode == "without gradients":
+        with torch.no_grad():
+            results = [[of(each, padding)] for of, each in ((compiled, x), (model, x), (wide, x.double()))]
+    else:
+        results = [
+            run(lambda each, of=of: of(each, padding), [each.requires_grad_()], [*weights])
+            for of, each, weights in (
+                (compiled, x, model.parameters()), (model, x, model.parameters()), (wide, x.double(), wide.parameters())
+            )
+        ]  # fmt: skip
+    near(*results)
+    left = mode == "without gradients" and mask == "padding"
+    assert inductor.replaced["attention"] == (0 if mask == "padding" else 2)
+    assert left or inductor.replaced["mlp"] == 2
+
+
+@pytest.mark.slow
+def test_decoders_in_the_pass() -> None:
+    """Both attentions of a decoder: causal over its own tokens, and to those of the encoder."""
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = nn.Transformer(E, HEADS, 1, 2, 48, dropout=0.0, batch_first=True)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            mask = torch.ones(y.shape[1], y.shape[1], dtype=torch.bool).triu(1)
+            return self.model(x, y, tgt_mask=mask, tgt_is_causal=True)
+
+    torch.manual_seed(4)
+    model = Both().bfloat16()
+    wide = Both().double()
+    wide.load_state_dict(model.state_dict())
+    given = [torch.randn(2, n, E).bfloat16().requires_grad_() for n in (7, 5)]
+    compiled = torch.compile(model, backend=through_autograd, fullgraph=True)
+    results = [run(of, given, [*model.parameters()]) for of in (compiled, model)]
+    near(*results, run(wide, _alike(given, torch.float64), [*wide.parameters()]))
+    assert inductor.replaced["attention"] == 5
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=("in the program", "around it"))
+def test_autocast_in_the_pass(inside: bool) -> None:
+    torch.manual_seed(5)
+    module, x = nn.MultiheadAttention(E, HEADS), torch.randn(6, 3, E, requires_grad=True)
+
+    def attend(x: Tensor) -> Tensor:
+        if not inside:
+            return module(x, x, x, need_weights=False)[0]  # type: ignore[no-any-return]
+        with torch.autocast("cpu", torch.bfloat16):
+            return module(x, x, x, need_weights=False)[0]  # type: ignore[no-any-return]
+
+    compiled = torch.compile(attend, backend=through_autograd, fullgraph=True)
+    with torch.autocast("cpu", torch.bfloat16, enabled=not inside):
+        results = [run(of, [x], [*module.parameters()]) for of in (compiled, attend)]
+    exact = run(lambda x: module(x, x, x)[0], [x], [*module.parameters()])
+    near(*results, exact)
+    assert results[0][0].dtype == torch.bfloat16
+    assert inductor.replaced["attention"] == 1
+
+
+def test_dropout_of_weights_in_the_pass() -> None:
+    """Random numbers are drawn as torch draws them, and the products stand by themselves."""
+    torch.manual_seed(6)
+    module, x = nn.MultiheadAttention(E, HEADS, dropout=0.5).bfloat16(), torch.randn(6, 3, E).bfloat16()
+    results = []
+    for of in (torch.compile(module, backend=only_the_pass, fullgraph=True), module):
+        torch.manual_seed(7)
+        results.append(of(x, x, x, need_weights=False)[0])
+    torch.testing.assert_close(*results, rtol=0.02, atol=0.02)
+    assert "multi_head_attention_forward" not in str(inductor.report())
+    assert "scaled_dot_product_attention" in str(inductor.report())
+
+
+LEFT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "weights that are read": ({}, {"need_weights": True}),
+    "weights of a head": ({}, {"need_weights": True, "average_attn_weights": False}),
+    "keys of a bias": ({"add_bias_kv": True}, {"need_weights": False}),
+    "keys of zeros": ({"add_zero_attn": True}, {"need_weights": False}),
+    "float32": ({"dtype": torch.float32}, {"need_weights": False}),
+}
+
+
+@pytest.mark.parametrize("what", LEFT)
+def test_what_stays_in_the_pass(what: str) -> None:
+    torch.manual_seed(8)
+    given, options = LEFT[what]
+    module = nn.MultiheadAttention(E, HEADS, **{"dtype": torch.bfloat16, **given})
+    x = torch.randn(6, 3, E).to(module.out_proj.weight.dtype)
+    compiled = torch.compile(module, backend=only_the_pass, fullgraph=True)
+    for a, b in zip(compiled(x, x, x, **options), module(x, x, x, **options), strict=True):
+        assert (a is None and b is None) or torch.equal(a, b)
+    assert "multi_head_attention_forward: its weights are read or dropped" in str(inductor.report())
+
+
+def test_queries_whose_keys_are_all_hidden_in_the_pass() -> None:
+    """NaN where torch computes the weights, whether somebody reads them or not."""
+    torch.manual_seed(9)
+    module, x = nn.MultiheadAttention(E, HEADS, batch_first=True).bfloat16(), torch.randn(3, 6, E).bfloat16()
+    padding = torch.arange(6) >= torch.tensor([[6], [3], [0]])
+    compiled = torch.compile(lambda x: module(x, x, x, padding)[0], backend=only_the_pass, fullgraph=True)
+    out = compiled(x)
+    assert inductor.replaced["attention"] == 1
+    assert bool(out[2].isnan().all()) and not bool(out[:2].isnan().any())
+
+
+def test_any_number_of_rows_in_the_pass() -> None:
+    torch.manual_seed(10)
+    module = nn.MultiheadAttention(E, HEADS, batch_first=True).bfloat16()
+    attend = lambda x, y: module(x, y, y, need_weights=False)[0]  # noqa: E731
+    compiled = torch.compile(attend, backend=only_the_pass, fullgraph=True, dynamic=True)
+    for batch, queries, keys in ((2, 5, 7), (3, 9, 4)):
+        x, y = torch.randn(batch, queries, E).bfloat16(), torch.randn(batch, keys, E).bfloat16()
+        torch.testing.assert_close(compiled(x, y), attend(x, y), rtol=0.02, atol=0.02)
+    assert inductor.replaced["attention"] == 1
