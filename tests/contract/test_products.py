@@ -46,6 +46,22 @@ def test_a_packed_weight_of_no_columns(adapter: Adapter, name: str, compiled: bo
         assert not dx.any() and [g.shape for g in others] == [*shapes[1:]]
 
 
+@pytest.mark.parametrize("names", [("gain", "dgain"), ("dgain", "gain"), ("\u03b1", "fused"), ("operand1", "weight")])
+def test_operands_of_an_epilogue_may_have_any_name(adapter: Adapter, names: tuple[str, str]) -> None:
+    """That of another one's gradient, in letters of any language, of an option, of what others are called instead."""
+    made: dict[str, Any] = {}
+    exec(f"def epilogue(xp, acc, {', '.join(names)}): return acc * {names[0]} + {names[1]}", made)
+    rng = np.random.default_rng(0)
+    x, weight, gain, bias = (rng.standard_normal(shape) for shape in ((3, 8), (5, 8), (3, 5), (5,)))
+    given = [adapter.array(a, "float32") for a in (x, weight, gain, bias)]
+    outs, found = adapter.value_and_gradients(lambda *a: adapter.ours.linear(*a, epilogue=made["epilogue"]), given)
+    product = x @ weight.T
+    dproduct = np.ones_like(product) * gain
+    right = product * gain + bias, dproduct @ weight, dproduct.T @ x, product, np.full(5, 3.0)
+    for ours, exact in zip((*outs, *found), right, strict=True):
+        np.testing.assert_allclose(ours, exact, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.slow
 @pytest.mark.drawn(0.3)
 @pytest.mark.parametrize("save", ["pre", "none"])

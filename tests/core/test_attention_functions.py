@@ -18,7 +18,7 @@ from cute_ops.expressions.reads import Mod, ranged
 from cute_ops.expressions.reference import evaluate
 from cute_ops.expressions.text import parse
 from cute_ops.ops.attention import mods as of_attention
-from cute_ops.ops.attention.by_call import op_of
+from cute_ops.ops.attention.by_call import FORMS, op_of
 from tests.ops.attention_calls import drawn_with_functions
 
 Q = Array((2, 64, 4, 64), "bfloat16")
@@ -50,6 +50,31 @@ def test_arrays_have_the_dims_that_they_are_read_by() -> None:
         return score * 2.0 ** (-head) + b[head // 2, k]
 
     assert op_of(of_head, captured={"b": arrays["b"]}).parallel == ()
+
+
+def _reading(first: str, second: str) -> Any:
+    """A change of scores that reads two arrays of these names."""
+    made: dict[str, Any] = {}
+    exec(
+        f"def read(xp, score, batch, head, q, k, {first}, {second}): "
+        f"return score * {first}[head, k] + {second}[head, k]", made,
+    )  # fmt: skip
+    return made["read"]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_captured_arrays_may_have_any_name(form: str) -> None:
+    """That of what an op, its gradient or its sums have, in letters of any language, or of another one's gradient."""
+    first = op_of(_reading("a", "b"), captured=dict.fromkeys("ab", Array((4, 9), "float32")), form=form)
+    steps = first, *first.steps
+    steps = *steps, *(part for step in steps if step.program for part in step.program.ops)
+    words = {name for step in steps for of in (step.inputs, step.outputs, step.attrs) for name in of}
+    words |= {*(first.finish.defaults if first.finish else ())}
+    words |= {"Ellipsis", "TypeError", "ctx", "bias", "\u03b1", "captured1"}
+    for word in words - {"q", "k"}:
+        for names in ((word, f"d{word}"), (f"d{word}", word), (word, "captured0")):
+            op = op_of(_reading(*names), captured=dict.fromkeys(names, Array((4, 9), "float32")), form=form)
+            assert len(op.inputs) == len(first.inputs)
 
 
 def test_manifests_name_an_op_that_a_module_binds(monkeypatch: pytest.MonkeyPatch) -> None:

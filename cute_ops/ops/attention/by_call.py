@@ -20,7 +20,7 @@ from cute_ops.errors import header_of, meant
 from cute_ops.expressions.reads import BOOL, FLOAT, INT, Mod
 from cute_ops.ops.attention import attention, attention_cached, decode_attention, mods
 from cute_ops.ops.expression import many
-from cute_ops.ops.expression.call import digest, readable, remembered
+from cute_ops.ops.expression.call import digest, names_of_inputs, readable, remembered
 
 Function = Callable[..., Any]
 # How many parameters come before the captured arrays: xp, a score, the coordinates.
@@ -28,7 +28,8 @@ OPTIONS = {"score_mod": 6, "mask_mod": 5}
 # Names of inputs that an op has for something else, and those that it may not have.
 _TAKEN = re.compile(
     r"d?(q|k|v|sinks|out|lse|delta)|scale|causal|left|right|softcap|xp|ctx|type|stream|_.*|c\d+d\d+|C_.*"
-    r"|[kv]_(cache|scale)|lengths|page_table|partial(_lse)?|window|batch_invariant"
+    r"|[kv]_(cache|scale)|lengths|page_table|cu_seqlens_[qk]|partial(_lse)?|sums|window|batch_invariant"
+    r"|deterministic|fused|Ellipsis|TypeError"
 )
 
 
@@ -217,8 +218,7 @@ def _names(
         parameters = [*header_of(function, option).parameters.values()][OPTIONS[option] :]
         for i, p in zip(arrays[option], parameters, strict=False):
             found[i] = found[i] or (p.name if p.kind is not p.VAR_POSITIONAL else "")
-    found = [name if name and not _TAKEN.fullmatch(name) else f"captured{i}" for i, name in enumerate(found)]
-    return [name if found.count(name) == 1 else f"captured{i}" for i, name in enumerate(found)]
+    return names_of_inputs(found, _TAKEN, "captured")
 
 
 def _named(captured: Sequence[Captured], i: int) -> str:

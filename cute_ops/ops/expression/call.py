@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from cute_ops.constants import Unknown, constant, make_room, state
@@ -141,6 +141,20 @@ def declared(operands: Shapes) -> dict[str, str]:
 def readable(name: str) -> str:
     """A name of what Python calls a function, ``<lambda>``."""
     return re.sub(r"\W+", "_", name, flags=re.ASCII).strip("_")
+
+
+def names_of_inputs(names: Sequence[str], taken: re.Pattern[str], other: str) -> list[str]:
+    """Names that an op may have for inputs which a call names: ``other`` and a number in the place of those that are
+    ``taken``, given twice, no name in ASCII, or beside ``x`` the name of its gradient, ``dx``.
+    """
+    gradients = {f"d{name}" for name in names}
+    return [
+        name
+        if name.isascii() and name.isidentifier() and names.count(name) == 1 and name not in gradients
+        and not taken.fullmatch(name) and not re.fullmatch(rf"{other}\d+", name)
+        else f"{other}{i}"
+        for i, name in enumerate(names)
+    ]  # fmt: skip
 
 
 def digest(*parts: str) -> str:

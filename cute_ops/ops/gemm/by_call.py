@@ -24,7 +24,15 @@ from cute_ops.ops.batches import each
 from cute_ops.ops.checks import check_flag
 from cute_ops.ops.expression import many
 from cute_ops.ops.expression.broadcast import Fit, Refuse, fit
-from cute_ops.ops.expression.call import Arrays, Attrs, check_attributes, digest, readable, remembered
+from cute_ops.ops.expression.call import (
+    Arrays,
+    Attrs,
+    check_attributes,
+    digest,
+    names_of_inputs,
+    readable,
+    remembered,
+)
 from cute_ops.ops.expression.call import Shapes as ByName
 from cute_ops.ops.expression.call import read_by_halves as read_by_halves_of
 from cute_ops.ops.gemm.fused import fused_linear
@@ -37,7 +45,7 @@ Shapes = tuple[str | None, ...]
 # What functions that take epilogues have as keywords, besides the epilogue's attributes.
 OPTIONS = ("epilogue", "fused", "packed", "transposed", "save")
 # Names of operands that an op has for something else, and those that it may not have.
-_TAKEN = re.compile(r"d?(x|weight|acc|out\d*)|xp|ctx|type|_.*")
+_TAKEN = re.compile(r"d?(x|weight|acc|out\d*)|xp|ctx|type|fused|Ellipsis|TypeError|_.*")
 # What :func:`remembered` has of epilogues, with the shapes of operands and weight.
 _known: dict[Hashable, Traced] = {}
 DOC = """Args:
@@ -471,8 +479,8 @@ def _name(epilogue: Callable[..., Any]) -> str:
 
 def _named(names: Sequence[str], shapes: Sequence[str | None]) -> tuple[tuple[str, str], ...]:
     """Operands that are not left out, by names that they may have."""
-    allowed = [f"operand{i}" if _TAKEN.fullmatch(name) else name for i, name in enumerate(names)]
-    return tuple((name, shape) for name, shape in zip(allowed, shapes, strict=True) if shape is not None)
+    allowed = zip(names_of_inputs(names, _TAKEN, "operand"), shapes, strict=True)
+    return tuple((name, shape) for name, shape in allowed if shape is not None)
 
 
 @cache
