@@ -8,8 +8,7 @@ that is done to a score becomes an expression of it.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Container, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from copy import copy
 from itertools import pairwise
 from math import prod
@@ -19,12 +18,28 @@ from cute_ops.expressions.graph import Expression, operands_of
 from cute_ops.expressions.primitives import PRIMITIVES
 from cute_ops.expressions.reads import BOOL, FLOAT
 from cute_ops.fusion.analyse import Analysis, Found
+from cute_ops.fusion.attention_arrays import (
+    HALVES,
+    Decoding,
+    Ends,
+    Part,
+    Read,
+    Sinks,
+    at_end,
+    before,
+    cache_of,
+    held,
+    joined,
+    multiplied,
+    narrow,
+    renumbered,
+    unrepeated,
+)
 from cute_ops.fusion.composite import Composite
 from cute_ops.fusion.express import COLUMNS, ONE, Leaf
 from cute_ops.fusion.graph import Graph as Program
 from cute_ops.fusion.graph import Node, Shape
-from cute_ops.fusion.lengths import Bound, Lengths, lengths_of
-from cute_ops.fusion.named import positive_number
+from cute_ops.fusion.lengths import Bound, lengths_of
 from cute_ops.fusion.scores import (
     Known,
     Masks,
@@ -32,14 +47,13 @@ from cute_ops.fusion.scores import (
     hides_all,
     may_have_gradient,
     places_of,
-    quotient_of,
     softmax_of,
     weights_of,
     without_weight,
 )
 from cute_ops.fusion.sinks import Column, Sink, softmax_with_sink, with_column
+from cute_ops.fusion.softmaxes import READ_WEIGHTS, Quotient, division_of, may_be_scores, why_no_softmax
 
-HALVES = ("bfloat16", "float16")  # other dtypes have no kernel
 HEAD_SIZES = range(16, 257, 16)
 MOST_ROWS = 64  # queries of a head of keys, of a step of decoding
 # With the gradient of a bias of heads a step takes our op 0.67 of XLA's time at 8 x 512 with 16 heads of 64, 0.71 at
@@ -49,111 +63,10 @@ _LEARNED = (
     "an array that its scores are computed from may have a gradient, which costs more than attention saves up to 2^25 "
     "scores: stop it where none is needed"
 )
-_READ_WEIGHTS = "something else reads its weights"
 _OTHER_DTYPES = "its arrays or its result are not all of one 16-bit dtype"
 _MOVES = ("transpose", "reshape", "cast")
 _SHIFTS = (*_MOVES, "reduce", "broadcast")
 _PRODUCTS = (*HALVES, "float32")  # float32: of operands cast from 16 bits, whose result is cast back
-
-
-class Part(NamedTuple):
-    """One of the three arrays, and how it becomes ``[batch, sequence, heads, columns]``.
-
-    Attributes:
-        node: the array.
-        order: its dims, in the order of the batch, the sequence and the heads.
-        shape: the result's.
-    """
-
-    node: Node
-    order: tuple[int, ...]
-    shape: tuple[int, ...]
-
-
-class Sinks(NamedTuple):
-    """One more score of each head: those of an array, or a number.
-
-    Attributes:
-        node: the array; None of a number.
-        order: its dims, in the order of heads of keys and heads that share them.
-        shape: the result's, 1 where it has none.
-        sizes: to which these are expanded.
-        number: the number.
-    """
-
-    node: Node | None
-    order: tuple[int, ...]
-    shape: tuple[int, ...]
-    sizes: tuple[int, ...]
-    number: float
-
-
-class Ends(NamedTuple):
-    """A number of keys for each sequence, each head of keys and each query: that of an array and a constant.
-
-    Attributes:
-        array: None where the constant is all.
-        order: its dims, in the order of the batch and the heads.
-        shape: the result's, ``[*batch, heads]``, 1 where it has none.
-        sizes: to which these are expanded.
-        constant: what is added.
-        step: how much more each query attends to than the one before, 0 or 1.
-    """
-
-    array: Node | None
-    order: tuple[int, ...]
-    shape: tuple[int, ...]
-    sizes: tuple[int, ...]
-    constant: int
-    step: int
-
-
-class Decoding(NamedTuple):
-    """A step of decoding: few queries, of which all attend to the keys of a sequence up to some number.
-
-    All queries of a head of keys become heads of one query each.
-
-    Attributes:
-        parts: ``q`` as ``[batch, 1, heads, columns]``, ``k`` and ``v`` as ``[batch, keys, heads, columns]``, or
-            as ``[batch, heads, keys, columns]``.
-        heads_first: whether these have heads before keys.
-        lengths: what masks say.
-        queries: how many neighbouring heads are queries of one head.
-        end, begin: how many keys there are up to the last one, and before the first one of them.
-        out: the sizes and the order of dims that bring ``[batch, 1, heads, columns]`` to the product.
-    """
-
-    parts: Mapping[str, Part]
-    heads_first: bool
-    lengths: Lengths
-    queries: int
-    end: Ends
-    begin: Ends | None
-    out: tuple[tuple[int, ...], tuple[int, ...]]
-
-
-class Read(NamedTuple):
-    """An array that is read for each score, and how it becomes one of some of batch, head, query and key.
-
-    Attributes:
-        operand: its number among those of the scores' expression.
-        node: the array.
-        kind: of its elements.
-        shape: of it with all rows' dims and its columns, 1 where it has none.
-        sizes: to which these are expanded.
-        order: the dims in the order of batch, head, query and key.
-        merged: the result's shape.
-        dims: which of the four it has.
-    """
-
-    operand: int
-    node: Node
-    kind: str
-    shape: tuple[int, ...]
-    sizes: tuple[int, ...]
-    order: tuple[int, ...]
-    merged: tuple[int, ...]
-    dims: tuple[int, ...]
 
 
 def attentions(
@@ -168,7 +81,7 @@ def attentions(
     """
     readers = _Readers(graph, analysis)
     of_root = {root: found for found in analysis.found for root in found.roots if len(found.roots) < 3}
-    quotients = {each.product: each for found in analysis.found if (each := _quotient(found)) is not None}
+    quotients = {each.product: each for found in analysis.found if (each := division_of(found)) is not None}
     for node in graph.nodes:
         if node in readers.live and node.op == "contract" and node.dtype in _PRODUCTS:
             for side in (0, 1):
@@ -219,7 +132,7 @@ def _weights(found: Found, root: Node, quotient: Quotient | None) -> Weights:
         at = found.roots.index(root)
         z = None if quotient is None else weights_of(expression, expression.outputs[at], expression.outputs[1 - at])
     if z is None:
-        raise _No(_why_no_softmax(found))
+        raise _No(why_no_softmax(found))
     return Weights(found, z, quotient, sink, (found,))
 
 
@@ -231,134 +144,8 @@ def _of_column(column: Column, readers: _Readers, product: Node) -> Weights:
     """
     alone = readers.are(column.root, {product}, ("slice", "cast")) and readers.are(column.scores, {column.joined})
     inside = set(column.parts[1].region.nodes)
-    _require(alone and readers.are(column.joined, inside, _SHIFTS), _READ_WEIGHTS)
+    _require(alone and readers.are(column.joined, inside, _SHIFTS), READ_WEIGHTS)
     return Weights(column.found, column.found.expression.outputs[0], None, column.sink, column.parts)
-
-
-class Quotient(NamedTuple):
-    """A product with values that is divided by the sums of its weights.
-
-    Attributes:
-        product: the product.
-        views: the transposes of it that are divided.
-        total: by what they are divided.
-        found: the division.
-    """
-
-    product: Node
-    views: tuple[Node, ...]
-    total: Leaf
-    found: Found
-
-    def divides(self, ids: Sequence[Hashable], sums: Node) -> bool:
-        """Whether each row of a product is divided by its own sum.
-
-        Args:
-            ids: of the product's dims the number of the row's dim, or ``COLUMNS``.
-            sums: an element for each row, whose dims are those of the rows, in order.
-        """
-        for view in self.views:
-            ids = [ids[i] for i in view.attr]
-        node, dims = self.total.node, tuple(range(len(self.total.node.shape)))
-        while node.op == "transpose" and node is not sums:
-            node, dims = node.args[0], tuple(node.attr[i] for i in dims)
-        (x,) = (leaf for leaf in self.found.leaves if leaf is not self.total)
-        which, of_total = _named(x, ids), _named(self.total, dims)
-        in_order = [label for label in x.labels if label in which]
-        fits = node is sums and x.rows == self.total.rows and in_order == [*sorted(in_order[:-1]), COLUMNS]
-        return fits and which == {**of_total, COLUMNS: COLUMNS}
-
-
-def _named(leaf: Leaf, names: Sequence[Hashable]) -> dict[int, Hashable]:
-    """By label the names of a leaf's dims of more than one element."""
-    labels = zip(leaf.labels, leaf.node.shape, names, strict=True)
-    return {label: name for label, size, name in labels if size != 1}
-
-
-def _quotient(found: Found) -> Quotient | None:
-    """The quotient that an expression is, and nothing else."""
-    expression = found.expression
-    if len(expression.outputs) != 1 or len(found.leaves) != 2 or any(leaf.packed for leaf in found.leaves):
-        return None
-    both = quotient_of(expression, expression.nodes[expression.outputs[0]])
-    if both is None or any(expression.nodes[i].primitive != "operand" for i in both):
-        return None
-    x, total = (found.leaves[expression.nodes[i].operand] for i in both)
-    node, views = x.node, list[Node]()
-    while node.op == "transpose":
-        views.insert(0, node)
-        node = node.args[0]
-    fits = node.op == "contract" and COLUMNS in x.labels and COLUMNS not in total.labels
-    return Quotient(node, tuple(views), total, found) if fits else None
-
-
-def _why_no_softmax(found: Found) -> str:
-    within = any(softmax_of(found.expression, i) is not None for i in range(len(found.expression.nodes)))
-    of_scores = within and any(_before(leaf.node)[0].op == "contract" for leaf in found.leaves)
-    if not of_scores:
-        return ""
-    alone = len(found.roots) == 1
-    return "its weights change before they meet the values, as by dropout" if alone else _READ_WEIGHTS
-
-
-def beside_softmaxes(analysis: Analysis) -> set[Node]:
-    """Outputs that a region with a softmax has besides it and that do not depend on its scores, such as a mask that all
-    layers read. An attention is only found where its softmax is the region's only output, so the program computes these
-    by itself.
-    """
-    apart = set[Node]()
-    regions: dict[int, list[Found]] = defaultdict(list)
-    for found in analysis.found:
-        regions[id(found.region)].append(found)
-    for region in regions.values():
-        outputs = [
-            (found, *each) for found in region for each in zip(found.roots, found.expression.outputs, strict=True)
-        ]
-        others = set(region[0].region.roots).difference(root for _, root, _ in outputs)
-        if len(outputs) + len(others) < 2:
-            continue
-        scores = set[Node]()
-        for found in region:
-            for z in _softmaxes(found.expression):
-                scores |= {leaf.node for leaf in _read_by(found, z) if _may_be_scores(leaf, found.rows)}
-        if scores:
-            apart |= {
-                root for found, root, output in outputs
-                if scores.isdisjoint(leaf.node for leaf in _read_by(found, output))
-            }  # fmt: skip
-            inside = {*region[0].region.nodes, *analysis.plain}
-            apart |= {root for root in others if scores.isdisjoint(_computed_from(root, inside))}
-    return apart
-
-
-def _softmaxes(expression: Expression) -> Iterator[int]:
-    """The nodes of which outputs are the softmax, or the weights and their sum."""
-    for output in expression.outputs:
-        found = [softmax_of(expression, output)]
-        found += [weights_of(expression, output, total) for total in expression.outputs if total != output]
-        yield from (z for z in found if z is not None)
-
-
-def _computed_from(node: Node, inside: Container[Node]) -> set[Node]:
-    """The values that a node is computed from by nodes ``inside``."""
-    waiting, seen = [node], {node}
-    while waiting:
-        each = waiting.pop()
-        if each in inside:
-            waiting += [arg for arg in each.args if arg not in seen]
-            seen.update(each.args)
-    return seen
-
-
-def _read_by(found: Found, i: int) -> list[Leaf]:
-    """The operands that a node of an expression is computed from."""
-    return [found.leaves[operand] for operand in operands_of(found.expression, i)]
-
-
-def _may_be_scores(leaf: Leaf, rows: Shape) -> bool:
-    """Whether an operand is a product with all rows and the columns, as scores are."""
-    whole = all(size == 1 or i in leaf.labels for i, size in enumerate(rows)) and COLUMNS in leaf.labels
-    return whole and leaf.rows == rows and not leaf.packed and _before(leaf.node)[0].op == "contract"
 
 
 class _Readers:
@@ -418,7 +205,7 @@ class _Attention:
         self.known, self.rows, self.scores = known, found.rows, copy(found)
         changed = without_weight(found.expression, found.expression.outputs[0], z)
         self.scores.expression, self.z, self.has_zeros = changed
-        self.scores.leaves = tuple(_renumbered(leaf, found.rows) for leaf in found.leaves)
+        self.scores.leaves = tuple(renumbered(leaf, found.rows) for leaf in found.leaves)
 
     def found(self) -> Composite:
         """The attention.
@@ -431,18 +218,18 @@ class _Attention:
         _require(all(isinstance(size, int) for node in (root, value, self.product) for size in node.shape))
         _require(root.shape == (*self.rows, self.scores.n))
         acc, leaf = self._acc()
-        contract, dims, factor, between = _before(leaf.node)
+        contract, dims, factor, between = before(leaf.node)
         _require(contract.dtype in _PRODUCTS)
         chain = self._alone(leaf.node, between)
         self._follow(contract, dims, leaf)
         self._name_rows(acc)
-        (queries, of_q), (keys, of_k) = (_narrow(contract.args[i]) for i in (self.of_q, 1 - self.of_q))
-        (value, of_v), views = _narrow(value), self._views()
+        (queries, of_q), (keys, of_k) = (narrow(contract.args[i]) for i in (self.of_q, 1 - self.of_q))
+        (value, of_v), views = narrow(value), self._views()
         result = (self.product, *views)[-1]
         values, rows = self._values(value)
         parts = {"q": self._queries(queries, contract), "k": self._keys(keys, contract), "v": values}
         if self.of_group is None and self.of_head is not None:
-            parts = _unrepeated(parts)
+            parts = unrepeated(parts)
         _require({node.dtype for node in (queries, keys, value)} == {result.dtype} and of_v == 1, _OTHER_DTYPES)
         sizes = [parts[name].shape[3] for name in "qv"]
         _require(all(size in HEAD_SIZES for size in sizes), f"heads of {sizes[0]} columns have no kernel")
@@ -464,7 +251,7 @@ class _Attention:
         """The division behind the product, if there is one. Nothing else may read the weights."""
         readers = {self.product, *(() if self.quotient is None else self.whole.region.nodes)}
         alone = set(self.scores.region.roots) == set(self.whole.roots) and self.readers.are(root, readers)
-        _require(alone, _READ_WEIGHTS)
+        _require(alone, READ_WEIGHTS)
         if self.quotient is None:
             return ()
         self._require_quotient(self.quotient, root)
@@ -511,7 +298,7 @@ class _Attention:
     def _acc(self) -> tuple[int, Leaf]:
         """The operand that is the product of queries and keys."""
         used = sorted(operands_of(self.scores.expression, self.z))
-        found = [(i, leaf) for i in used if _may_be_scores(leaf := self.scores.leaves[i], self.rows)]
+        found = [(i, leaf) for i in used if may_be_scores(leaf := self.scores.leaves[i], self.rows)]
         _require(len(found) == 1)
         return found[0]
 
@@ -646,7 +433,7 @@ class _Attention:
             return None
         heads = [] if self.of_head is None else [self.of_head]
         rank = len(self.lead) + len(heads) + 2
-        at = _held(parts["k"])[1][-rank:]
+        at = held(parts["k"])[1][-rank:]
         by_place = sorted(range(len(self.lead)), key=at.__getitem__)
         lead = [self.lead[i] for i in by_place]
         own = parts["k"].shape[2] == self._size(self.of_head)
@@ -654,7 +441,7 @@ class _Attention:
         if ends[0] is None or (ends[1] is None) is not (lengths.begin is None):
             return None
         for heads_first in self._layouts(ends):
-            caches = [_cache(parts[name], rank, by_place, heads_first) for name in "kv"]
+            caches = [cache_of(parts[name], rank, by_place, heads_first) for name in "kv"]
             if caches[0] is not None and caches[1] is not None:
                 rows = (*lead, self.of_head, self.of_group, self.of_query)
                 q = self._rows_of_queries(parts["q"].node, contract, rows, (1, prod(parts["q"].shape[1:3])))
@@ -686,7 +473,7 @@ class _Attention:
         order = [at[row] for row in rows if row in at]
         shape = [self._size(row) if row in at else 1 for row in (*lead, self.of_head)]
         sizes = (*map(self._size, lead), shape[-1])
-        return Ends(node, _at_end(order, len(node.shape)), tuple(shape), sizes, *bound[1:])
+        return Ends(node, at_end(order, len(node.shape)), tuple(shape), sizes, *bound[1:])
 
     # The scores
 
@@ -710,14 +497,14 @@ class _Attention:
         rank = len(leaf.node.shape)
         at = {label: i for i, (label, size) in enumerate(zip(leaf.labels, leaf.node.shape, strict=True)) if size != 1}
         if leaf.rows != self.rows and self._joins(leaf.rows, [*at], heads):
-            return Sinks(leaf.node, _at_end([*at.values()], rank), sizes, sizes, 0.0)
+            return Sinks(leaf.node, at_end([*at.values()], rank), sizes, sizes, 0.0)
         _require(leaf.rows == self.rows and not leaf.packed and at.keys() <= set(heads), "its sinks are not of heads")
         shape = tuple(self._size(i) if i in at else 1 for i in heads)
-        return Sinks(leaf.node, _at_end([at[i] for i in heads if i in at], rank), shape, sizes, 0.0)
+        return Sinks(leaf.node, at_end([at[i] for i in heads if i in at], rank), shape, sizes, 0.0)
 
     def _joins(self, rows: Shape, labels: list[int], heads: list[int]) -> bool:
         """Whether an array's only dim among other rows has all heads, of which the scores have two dims."""
-        dims = _joined(rows, self.rows) if len(labels) == 1 and labels[0] >= 0 else []
+        dims = joined(rows, self.rows) if len(labels) == 1 and labels[0] >= 0 else []
         return bool(dims) and dims[labels[0]] == heads
 
     def _reads(self, scores: Scores) -> list[Read]:
@@ -742,7 +529,7 @@ class _Attention:
 
         A program may split heads from the batch for a mask alone.
         """
-        own = [[i] for i, _ in enumerate(self.rows)] if leaf.rows == self.rows else _joined(self.rows, leaf.rows)
+        own = [[i] for i, _ in enumerate(self.rows)] if leaf.rows == self.rows else joined(self.rows, leaf.rows)
         _require(len(own) == len(self.rows))
         of_rows = (self.lead, (self.of_head, self.of_group), (self.of_query,))
         return (*(tuple(axis for i in each if i is not None for axis in own[i]) for each in of_rows), (len(leaf.rows),))
@@ -807,152 +594,12 @@ def _said(scores: Scores, sinks: Sinks | None) -> str:
     return ", ".join(filter(None, [scores.said, number]))
 
 
-def _at_end(order: Sequence[int], rank: int) -> tuple[int, ...]:
-    """All dims of an array, these at the end."""
-    return (*(i for i in range(rank) if i not in order), *order)
-
-
-def _held(part: Part) -> tuple[Node, tuple[int, ...]]:
-    """An array before it was transposed, and the order of its dims."""
-    node, order = part.node, part.order
-    while node.op == "transpose":
-        node, order = node.args[0], tuple(node.attr[i] for i in order)
-    return node, order
-
-
-def _cache(part: Part, rank: int, by_place: Sequence[int], heads_first: bool) -> Part | None:
-    """Keys or values as they lie, with heads before keys or behind; None where they lie otherwise.
-
-    Args:
-        part: with leading dims, keys, perhaps heads, and columns at the end of its order.
-        rank: how many these are.
-        by_place: the order of the leading dims.
-    """
-    node, order = _held(part)
-    lead, (key, *heads, over) = (
-        order[-rank : len(order) - rank + len(by_place)],
-        order[len(order) - rank + len(by_place) :],
-    )
-    moved = [*(lead[i] for i in by_place), *([*heads, key] if heads_first else [key, *heads]), over]
-    long = [i for i in moved if node.shape[i] != 1]
-    if long != sorted(long):
-        return None
-    b, n, g, d = part.shape
-    return Part(node, (*order[: len(order) - rank], *moved), (b, g, n, d) if heads_first else (b, n, g, d))
-
-
-def _renumbered(leaf: Leaf, rows: Shape) -> Leaf:
-    """A leaf with its labels among other rows, of which some are joined in its own, as heads are for a mask without
-    them; the leaf itself where it has a joined dim. An array that is repeated is read before.
-    """
-    while leaf.node.op == "broadcast" and not leaf.packed:
-        x = leaf.node.args[0]
-        sizes = zip(leaf.node.attr, x.shape, strict=True)
-        leaf = leaf._replace(node=x, labels=tuple(leaf.labels[i] if size != 1 else ONE for i, size in sizes))
-    dims = [] if leaf.rows == rows else _joined(leaf.rows, rows)
-    sizes = zip(leaf.labels, leaf.node.shape, strict=True)
-    if not dims or any(label >= 0 and size != 1 and len(dims[label]) != 1 for label, size in sizes):
-        return leaf
-    place = [each[0] if each else ONE for each in dims]
-    labels = tuple(place[label] if label >= 0 else label for label in leaf.labels)
-    return leaf._replace(rows=rows, labels=labels)
-
-
-def _joined(whole: Shape, rows: Shape) -> list[list[int]]:
-    """Which of some rows, neighbours without those of one element, make each of these; none where they do not."""
-    dims, end = list[list[int]](), 0
-    for size in whole:
-        begin, product = end, 1
-        while product != size and end < len(rows):
-            product, end = product * int(rows[end]) if isinstance(rows[end], int) else 0, end + 1
-        if product != size:
-            return []
-        dims.append([i for i in range(begin, end) if rows[i] != 1])
-    return dims
-
-
 def _require(fits: bool, why: str = "") -> None:
     if not fits:
         raise _No(why)
 
 
-def _before(node: Node) -> tuple[Node, tuple[int, ...], float, list[Node]]:
-    """A value before it was transposed, cast and multiplied by a positive number: that, which of its dims each dim is,
-    the number, and the nodes in between with it at the end.
-    """
-    dims, number, between = tuple(range(len(node.shape))), 1.0, list[Node]()
-    while True:
-        if node.op == "transpose":
-            node, dims = node.args[0], tuple(node.attr[i] for i in dims)
-        elif node.op == "cast" and node.dtype == "float32":
-            node = node.args[0]
-        elif (found := _multiplied(node)) is not None:
-            node, number = found[0], number * found[1]
-        else:
-            return node, dims, number, between
-        between.append(node)
-
-
-def _narrow(node: Node) -> tuple[Node, float]:
-    """The 16-bit value that was cast to float32 and multiplied by a positive number, and the number; for any other node
-    the node itself and 1.
-    """
-    x, number = node, 1.0
-    while node.dtype == "float32" and (found := _multiplied(x)) is not None:
-        x, number = found[0], number * found[1]
-    cast = x.op == "cast" and x.dtype == "float32" and x.args[0].dtype in HALVES
-    return (x.args[0], number) if cast else (node, 1.0)
-
-
-def _multiplied(node: Node) -> tuple[Node, float] | None:
-    """The tensor that a node multiplies by a positive number, and the number; None if the node does not."""
-    if (node.op, node.attr) == ("primitive", "multiply"):
-        for x, other in (node.args, node.args[::-1]):
-            number = positive_number(other)
-            if number is not None and (x.shape, x.dtype) == (node.shape, node.dtype):
-                return x, float(number)
-    return None
-
-
 def _unscaled(q: Part, scores: Scores, product: Node, readers: _Readers) -> tuple[Part, Scores]:
     """Queries before they were multiplied by a number that only these scores read, and the scores with that."""
-    found = _multiplied(q.node) if scores.expression is None and readers.are(q.node, {product}) else None
+    found = multiplied(q.node) if scores.expression is None and readers.are(q.node, {product}) else None
     return (q, scores) if found is None else (q._replace(node=found[0]), scores._replace(scale=scores.scale * found[1]))
-
-
-def _unrepeated(parts: Mapping[str, Part]) -> dict[str, Part]:
-    """Keys and values before each head was repeated for neighbouring heads of queries."""
-    k, v = (_before_repeat(parts[name]) for name in "kv")
-    if k is None or v is None or k[1] != v[1]:
-        return dict(parts)
-    return {"q": parts["q"], "k": k[0], "v": v[0]}
-
-
-def _before_repeat(part: Part) -> tuple[Part, int] | None:
-    """Keys or values before each head was repeated, and how often it was; None where it was not."""
-    node, order = _held(part)
-    axis = order[-2]
-    times = _times(node, axis)
-    if not times:
-        return None
-    wide = node.args[0]
-    x, kept = wide.args[0], [i for i in range(len(wide.shape)) if i != axis + 1]
-    batch, sequence, heads, columns = part.shape
-    shape = (batch, sequence, heads // times, columns)
-    if x.shape == tuple(wide.shape[i] for i in kept) and tuple(wide.attr) == tuple(kept):
-        return Part(x, order, shape), times
-    one = (*wide.shape[: axis + 1], 1, *wide.shape[axis + 2 :])
-    if x.shape == one and tuple(wide.attr) == tuple(range(len(one))):
-        return Part(x, (axis + 1, *(i + (i > axis) for i in order)), shape), times
-    return None
-
-
-def _times(node: Node, axis: int) -> int:
-    """How often each element along an axis is repeated there, by a broadcast to a dim behind it; 0 if it is not."""
-    wide = node.args[0] if node.op == "reshape" and node.args[0].op == "broadcast" else node
-    if len(wide.shape) != len(node.shape) + 1:
-        return 0
-    groups, times = wide.shape[axis : axis + 2]
-    joined = wide.shape[:axis] == node.shape[:axis] and wide.shape[axis + 2 :] == node.shape[axis + 1 :]
-    whole = isinstance(groups, int) and isinstance(times, int) and groups * times == node.shape[axis]
-    return times if joined and whole and isinstance(times, int) else 0

@@ -10,7 +10,7 @@ from cute_ops.expressions.graph import OPERANDS, SCALAR, Expression, Graph, Kind
 from cute_ops.expressions.reads import Mod
 from cute_ops.expressions.reads import Read as Reading
 from cute_ops.expressions.simplify import SimplifyingGraph
-from cute_ops.fusion.attention import Read
+from cute_ops.fusion.attention_arrays import Read
 from cute_ops.fusion.scores import Scores
 from cute_ops.ops.attention import mods
 from cute_ops.ops.attention.attention import declare

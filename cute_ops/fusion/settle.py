@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 from cute_ops.fusion.analyse import Analysis, Found, analyse
-from cute_ops.fusion.attention import attentions, beside_softmaxes
+from cute_ops.fusion.attention import attentions
 from cute_ops.fusion.choose import rotations_in
 from cute_ops.fusion.composite import Composite, composites, cuts
 from cute_ops.fusion.graph import Graph, Node
 from cute_ops.fusion.scores import Known
+from cute_ops.fusion.softmaxes import beside_softmaxes
 
 
 class Decision(Protocol):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from cute_ops.fusion.attention import Decoding
+from cute_ops.fusion.attention_arrays import Decoding
 from cute_ops_jax.composite.attention import decode_attention
 
 

@@ -14,7 +14,7 @@ from cute_ops.composite.gated_mlp import gated_mlp, gated_mlp_apart
 from cute_ops.composite.linear_add_rmsnorm import linear_add_rmsnorm
 from cute_ops.composite.mlp import mlp
 from cute_ops.composite.qkv_rope import SIZES
-from cute_ops.fusion.attention import Ends, Read, Sinks
+from cute_ops.fusion.attention_arrays import Ends, Read, Sinks
 from cute_ops.fusion.changed_scores import functions_of, op_of
 from cute_ops.fusion.choose import FEW_QUERIES, too_few_queries
 from cute_ops.fusion.composite import Composite

@@ -27,7 +27,7 @@ from cute_ops.expressions.graph import Expression, copied
 from cute_ops.expressions.graph import Graph as Nodes
 from cute_ops.expressions.text import text_of
 from cute_ops.fusion.analyse import Found
-from cute_ops.fusion.attention import Read
+from cute_ops.fusion.attention_arrays import Read
 from cute_ops.fusion.changed_scores import functions_of
 from cute_ops.fusion.choose import Choice, is_whole
 from cute_ops.fusion.composite import Composite
