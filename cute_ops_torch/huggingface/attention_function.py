@@ -13,6 +13,7 @@ import sys
 import types
 from collections.abc import Mapping
 from functools import cache, wraps
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -75,6 +76,8 @@ def register_attention() -> None:
     try:
         from transformers import AttentionInterface, AttentionMaskInterface
     except ModuleNotFoundError as error:
+        if find_spec("transformers") is not None:
+            raise  # one of the packages that it uses does not import, as this error says
         raise ImportError("register_attention needs transformers: pip install 'cute-ops[hf]'") from error
     AttentionInterface.register(NAME, cute_attention_forward)
     AttentionMaskInterface.register(NAME, _make_mask)

@@ -11,7 +11,6 @@ import logging
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, wraps
-from importlib.util import find_spec
 from typing import Any
 
 from torch import nn
@@ -103,7 +102,7 @@ def patch(
     """
     _check_model("patch", model)
     wanted = _wanted(only, without)
-    if find_spec("transformers") is not None:
+    if of_transformers := _is_of_transformers(model):
         register_attention()
     with same_everywhere():
         every = [
@@ -120,13 +119,21 @@ def patch(
                 log.debug("%s runs %s in a pass of its own: %s", name, replacement.op, why)
             _pack(module, replacement)
             module.__class__ = _subclass(type(module), replacement)  # type: ignore[arg-type]
-    if find_spec("transformers") is not None:
+    if of_transformers:
         captures.install_hooks(model)
     ops: dict[str, list[str]] = {}
     for name, _, each in found:
         if each.op or each is _WHOLE:
             ops.setdefault(name, []).extend([each.op] if each.op else [])
     return _report(model, ops, unwanted)
+
+
+def _is_of_transformers(model: nn.Module) -> bool:
+    """Whether a model has modules of transformers. Others need no import of it, which takes seconds, and fails where a
+    package that it uses is broken.
+    """
+    kinds = {type(module) for module in model.modules()}
+    return any(base.__module__.startswith("transformers.") for kind in kinds for base in kind.__mro__)
 
 
 def _called(

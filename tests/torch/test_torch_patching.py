@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -384,6 +387,21 @@ def test_unknown_models_are_refused() -> None:
             ValueError, match=rf"^cute_ops_torch\.patch: {type(model).__name__} has no module that is kn"
         ):
             cute_ops_torch.patch(model)
+
+
+def test_models_of_others_need_no_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is installed, but does not import where a package that it uses is broken, as torchvision often is."""
+
+    class Broken(ModuleType):
+        def __getattr__(self, name: str) -> Any:
+            raise ModuleNotFoundError(f"Could not import module {name!r}. Are this object's requirements there?")
+
+    broken = Broken("transformers")
+    broken.__spec__ = ModuleSpec("transformers", None)
+    monkeypatch.setitem(sys.modules, "transformers", broken)
+    assert [each.op for each in cute_ops_torch.patch(nn.Sequential(nn.LayerNorm(8)))] == ["layernorm"]
+    with pytest.raises(ModuleNotFoundError, match="^Could not import module"):
+        cute_ops_torch.register_attention()
 
 
 @pytest.mark.gpu
