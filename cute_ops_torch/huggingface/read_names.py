@@ -37,12 +37,15 @@ class Names:
     Args:
         module: the module that is called.
         compared: names of globals of its ``forward`` whose values are compared at each call.
+        shared: names of attributes of its classes that are lists, dicts and other objects, which
+            ``type(self).name`` reads.
 
     Attributes:
         unseen: names of what nothing compares.
     """
 
-    def __init__(self, module: nn.Module, compared: Collection[str]) -> None:
+    def __init__(self, module: nn.Module, compared: Collection[str], shared: Collection[str] = ()) -> None:
+        self.hiding = _HIDING.union(shared)
         self.compared, self.scope = compared, inspect.unwrap(type(module).forward).__globals__
         self.homes = {_package(cls.__module__) for each in module.modules() for cls in type(each).__mro__} - _FIXED
         self.seen, self.inner = set[types.CodeType](), set[object]()
@@ -54,7 +57,7 @@ class Names:
         self.inner.update(code.co_consts)  # functions made within the call hold what that has
         if not self._is_theirs(scope):
             return
-        self.unseen += _HIDING.intersection(code.co_names)
+        self.unseen += self.hiding.intersection(code.co_names)
         for name, *attributes in _chains(code):
             if name in scope and not self._is_known(name, scope) and not _is_fixed(scope[name], attributes):
                 self.unseen.append(name)

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from itertools import starmap
 from typing import Any
 
 import torch
@@ -79,7 +78,7 @@ def trial(module: nn.Module, watched: bool = True) -> Iterator[Seen]:
     """Let a module be called without its hooks, and see what it reads; then give it and its submodules back their
     classes and all that they held: a ``forward`` that puts a parametrization on one of them (peft's
     ``target_parameters``) takes the fake tensors for its weights. Lists, dicts and sets that they hold get back what
-    they had; tensors that are neither parameters nor buffers do not.
+    they had, as do tensors that are neither parameters nor buffers.
 
     Args:
         watched: whether to see what it reads: its class is a derived one meanwhile.
@@ -87,7 +86,7 @@ def trial(module: nn.Module, watched: bool = True) -> Iterator[Seen]:
     seen = Seen()
     seen.more = any(map(_has_slots, module.modules()))
     before = [(m, type(m), dict(vars(m)), [dict(vars(m)[name]) for name in _HELD]) for m in module.modules()]
-    containers = [*_containers(value for _, _, own, _ in before for key, value in own.items() if key not in _OWN)]
+    undo = [*_undoing(module)]
     try:
         for each, cls, _, _ in before:
             vars(each).update((name, type(vars(each)[name])()) for name in _HOOKS)
@@ -104,7 +103,7 @@ def trial(module: nn.Module, watched: bool = True) -> Iterator[Seen]:
             for values, was in [(vars(each), own), *((own[name], was) for name, was in zip(_HELD, held, strict=True))]:
                 values.clear()
                 values.update(was)
-        seen.more = True in [*starmap(_give_back, containers), seen.more]
+        seen.more = True in [*(each() for each in undo), seen.more]
 
 
 def agreeing_ranks(module: nn.Module, agrees: Agrees) -> frozenset[int]:
@@ -126,7 +125,9 @@ def agreeing_ranks(module: nn.Module, agrees: Agrees) -> frozenset[int]:
 def _agreeing_ranks(module: nn.Module, agrees: Agrees) -> frozenset[int]:
     found: set[int] = set()
     refused: set[int] = set()
-    names = Names(module, read_globals(type(module).forward))
+    shared = (attributes_of_class(type(each)).items() for each in module.modules())
+    unknown = {name for own in shared for name, value in own if not is_plain(value)}
+    names = Names(module, read_globals(type(module).forward), unknown)
     with trial(module) as seen:
         for training in (True, False):
             set_training(module, training)
@@ -213,14 +214,19 @@ def attributes_of_class(cls: type) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _containers(values: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
-    """Lists, dicts and sets, also those within others, each with a copy of it."""
-    waiting, known = list(values), set[int]()
+def _undoing(module: nn.Module) -> Iterator[Callable[[], bool]]:
+    """Functions that let the lists, dicts, sets and tensors of a module, also those within others, hold what they do
+    now; each returns whether that had changed.
+    """
+    waiting = [value for each in module.modules() for key, value in vars(each).items() if key not in _OWN]
+    known = set[int]()
     while waiting:
         value = waiting.pop()
+        if type(value) is torch.Tensor and not value.is_inference():
+            yield partial(_write_back, value, value._version, value.detach().clone())
         if isinstance(value, list | dict | set | deque) and id(value) not in known:
             known.add(id(value))
-            yield value, value.copy()
+            yield partial(_give_back, value, value.copy())
             waiting += value.values() if isinstance(value, dict) else value
 
 
@@ -231,6 +237,15 @@ def _give_back(container: Any, was: Any) -> bool:
         return False
     container.clear()
     (container.extend if hasattr(container, "extend") else container.update)(was)
+    return True
+
+
+def _write_back(tensor: torch.Tensor, version: int, was: torch.Tensor) -> bool:
+    """Let a tensor hold what it did; returns whether it was written to."""
+    if tensor._version == version:
+        return False
+    with torch.no_grad():
+        tensor.copy_(was)
     return True
 
 

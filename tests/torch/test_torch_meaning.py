@@ -371,7 +371,8 @@ class Keeping(Norm):
     def __init__(self, does: str) -> None:
         super().__init__("squeezed")
         self.does, self.calls, self.last, self.effect = does, 0, None, SIDE_EFFECTS[does]
-        self.kept: dict[str, Any] = {"shapes": [], "all": {3}}
+        self.kept: dict[str, Any] = {"shapes": [], "all": {3}, "calls": torch.zeros(1)}
+        self.counted = torch.zeros(1)
 
     def train(self, mode: bool = True) -> Any:
         raise AssertionError("patch called a module's `train`")
@@ -383,6 +384,8 @@ class Keeping(Norm):
 
 SIDE_EFFECTS: dict[str, Any] = {
     "counts": lambda self, x: setattr(self, "calls", self.calls + 1),
+    "counts in a tensor": lambda self, x: self.counted.add_(1),
+    "counts in a dict's tensor": lambda self, x: self.kept["calls"].add_(1),
     "keeps its input": lambda self, x: setattr(self, "last", x),
     "makes a buffer": lambda self, x: self.register_buffer("made", torch.ones(3)),
     "draws": lambda self, x: torch.rand(3),
@@ -407,6 +410,7 @@ def test_patch_changes_nothing_of_a_module_that_it_calls(does: str) -> None:
     assert not called and torch.equal(torch.get_rng_state(), numbers)
     assert all(vars(norm)[name] is value for name, value in state.items()) and vars(norm).keys() == state.keys()
     assert {name: dict(vars(norm)[name]) for name in held} == held and norm.kept == kept
+    assert norm.counted == 0
 
 
 class Settings:
@@ -437,6 +441,7 @@ class Reading(Norm):
             "a number of the file": scale_of_the_file, "a number of the class": lambda: self.shared,
             "a method": self.method, "an object": lambda: SETTINGS.scale, "a class": lambda: Settings.scale,
             "a dict": lambda: SCALES["scale"], "an object of the class": lambda: self.settings.scale,
+            "an object of the type": lambda: type(self).settings.scale,
             "vars": lambda: vars(self)["own"], "__dict__": lambda: self.__dict__["own"],
         }  # fmt: skip
         return F.rms_norm(x, x.shape[-1:], self.gain, self.eps) * scales[self.how]()
@@ -453,7 +458,7 @@ def change(norm: Reading, how: str, scale: float, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("how", [
     "a number of the file", "a number of the class", "a method", "an object", "a class", "a dict",
-    "an object of the class", "vars", "__dict__",
+    "an object of the class", "an object of the type", "vars", "__dict__",
 ])  # fmt: skip
 def test_what_a_forward_reads_elsewhere_may_change(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = nn.Sequential(nn.Embedding(7, N), Reading(how)), torch.randn(3, N)

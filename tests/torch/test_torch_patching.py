@@ -400,7 +400,7 @@ def test_models_of_others_need_no_transformers(monkeypatch: pytest.MonkeyPatch) 
     broken.__spec__ = ModuleSpec("transformers", None)
     monkeypatch.setitem(sys.modules, "transformers", broken)
     assert [each.op for each in cute_ops_torch.patch(nn.Sequential(nn.LayerNorm(8)))] == ["layernorm"]
-    with pytest.raises(ModuleNotFoundError, match="^Could not import module"):
+    with pytest.raises(ModuleNotFoundError, match=r"^Could not import module"):
         cute_ops_torch.register_attention()
 
 
