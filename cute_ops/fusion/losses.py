@@ -130,16 +130,19 @@ def _picked(graph: Graph, node: Node, exact: bool) -> Iterator[_Picked]:
         for row, factor in _products_of_rows(node):
             soft = _soft_row(graph, row, exact)
             if soft is not None and soft.labels is not None:
-                yield from _of_one_hot(node, soft, soft.labels, uncast(factor), exact)
+                yield from _of_one_hot(graph, node, soft, soft.labels, uncast(factor), exact)
 
 
-def _of_one_hot(node: Node, soft: _SoftRow, labels: Node, y: Node, exact: bool) -> Iterator[_Picked]:
+def _of_one_hot(graph: Graph, node: Node, soft: _SoftRow, labels: Node, y: Node, exact: bool) -> Iterator[_Picked]:
     """The sum of y times a row. The row of a target that is no class has nothing at a class."""
     n, sign = y.shape[-1], 1.0
     if (y.op, y.attr) == ("primitive", "negative"):
         y, sign = uncast(y.args[0]), -1.0
     if isinstance(n, int) or not soft.off:
         x = _logits_of(y, exact)
+        if x is None and (y.op, y.attr) == ("primitive", "subtract"):  # a log-sum-exp less logits
+            x, sign = _logits_of(graph.primitive("subtract", y.args[::-1], y.shape, y.dtype), exact), -sign
+            sign = -sign if x is None else sign
         share = soft.off * n if isinstance(n, int) else 0.0
         attrs = {"outside": "zero", "of": "logit" if x is None else "log_prob"}
         target = Target(sign * (soft.on - soft.off), sign * share, x is not None)

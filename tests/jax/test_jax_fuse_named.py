@@ -259,6 +259,12 @@ HEADS_OF_LOSSES: dict[str, Function] = {
     "one-hot rows less the log-sum-exp": lambda h, w, b, t: (
         lambda x: -((x - jax.nn.logsumexp(x, -1, keepdims=True)) * jax.nn.one_hot(t, CLASSES)).sum(-1).mean()
     )(h @ w.T * 0.5),
+    "one-hot rows times the log-sum-exp less logits": lambda h, w, b, t: (
+        lambda x: jnp.einsum("btv,btv->bt", jax.nn.one_hot(t, CLASSES), jax.nn.logsumexp(x, -1, keepdims=True) - x)
+    )(h @ w.T).mean(),
+    "smoothed rows times the log-sum-exp less logits": lambda h, w, b, t: (
+        lambda x: jnp.sum((jax.nn.logsumexp(x, -1)[..., None] - x) * smoothed_rows(t), -1)
+    )(h @ w.T + b).sum(),
     "indices of all dims": lambda h, w, b, t: (
         -jax.nn.log_softmax(h @ w.T)[jnp.arange(B)[:, None], jnp.arange(T)[None], t].mean()
     ),
