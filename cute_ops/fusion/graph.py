@@ -260,8 +260,8 @@ class Graph:
         return x if x.shape == shape else self.make("broadcast", [x], tuple(map(int, dims)), shape, x.dtype)
 
     def transpose(self, x: Node, order: Sequence[int]) -> Node:
-        """Transposing twice is one transposition; that of a product's two kinds of rows exchanges its operands, and one
-        that moves dims of one element alone is a reshape.
+        """Transposing twice is one transposition; that of a product's two kinds of rows exchanges its operands, that of
+        copies copies to other dims, and one that moves dims of one element alone is a reshape.
         """
         order = tuple(axis % len(x.shape) for axis in order)
         if x.op == "transpose":
@@ -274,6 +274,10 @@ class Graph:
             of_left = len(left.shape) - len(a)
             if order == (*range(of_left, len(order)), *range(of_left)):
                 return self.make("contract", [right, left], (b, a, none), shape, x.dtype)
+        if x.op == "broadcast" and isinstance(x.attr, tuple):
+            dims = [order.index(dim) for dim in x.attr]
+            inner = self.transpose(x.args[0], sorted(range(len(dims)), key=dims.__getitem__))
+            return self.broadcast(inner, shape, sorted(dims))
         kept = [axis for axis in order if x.shape[axis] != 1]
         return self.reshape(x, shape) if kept == sorted(kept) else self.make("transpose", [x], order, shape, x.dtype)
 

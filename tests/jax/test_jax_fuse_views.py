@@ -117,6 +117,42 @@ def test_heads_of_a_projection(name: str) -> None:
     assert want in check(function, draw(4, 4, 8), draw(8, 256), draw(8, 256))
 
 
+def copied_to(x: jax.Array, axes: tuple[int, ...], shape: tuple[int, ...], order: tuple[int, ...]) -> jax.Array:
+    """An array with these axes of a shape, copied to all others in an order of these, which then are transposed."""
+    dims = [order.index(axis) for axis in axes]
+    x = x.transpose(sorted(range(len(dims)), key=dims.__getitem__))
+    copies = jax.lax.broadcast_in_dim(x, tuple(shape[axis] for axis in order), sorted(dims))
+    return copies.transpose([order.index(axis) for axis in range(len(shape))])
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_rows_that_are_copied_before_they_are_transposed(seed: int) -> None:
+    """As libraries of named dims copy: to new dims in front, which are then brought into the value's order. Rows and
+    columns may have the same sizes.
+    """
+    rng = np.random.default_rng(seed)
+    rank = int(rng.integers(2, 5))
+    shape, order = tuple(map(int, rng.choice([4, 8], rank))), tuple(map(int, rng.permutation(rank)))
+    rows, columns = tuple(range(rank - 1)), (rank - 1,)
+
+    def norm(x: jax.Array, w: jax.Array, b: jax.Array) -> jax.Array:
+        centred = x - copied_to(x.mean(-1), rows, shape, order)
+        y = centred * copied_to(jax.lax.rsqrt(jnp.mean(centred * centred, -1) + 1e-5), rows, shape, order)
+        return y * copied_to(w, columns, shape, order) + copied_to(b, columns, shape, order)
+
+    assert check(norm, draw(*shape), draw(shape[-1]), draw(shape[-1])) == ["layernorm"]
+
+
+@pytest.mark.parametrize("axes", [(0, 2), (1, 2), (1, 0)])
+def test_statistics_of_other_rows_are_no_norm(axes: tuple[int, ...]) -> None:
+    """All dims have the same size."""
+
+    def function(x: jax.Array) -> jax.Array:
+        return x * copied_to(jax.lax.rsqrt(jnp.mean(x * x, -1) + 1e-5), axes, x.shape, (2, 0, 1))
+
+    assert "rmsnorm" not in check(function, draw(4, 4, 4))
+
+
 LOGITS, TARGET = draw(8, 8), jnp.asarray(KEY.integers(0, 8, 8), jnp.int32)
 
 
