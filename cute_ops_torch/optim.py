@@ -47,7 +47,7 @@ class AdamW(torch.optim.Optimizer):
         weight_decay: decoupled weight decay: each step subtracts ``lr * weight_decay`` times the parameter.
         maximize: ascend the gradient; copies it once to negate it.
         capturable: count steps on the device, so that a CUDA graph may hold a step. A learning rate that is a tensor on
-            the device may then change between replays.
+            the device may then change between replays. The option of a group may change between steps, too.
         stochastic_rounding: round bfloat16 parameters up or down by chance, so that steps smaller than half a unit in
             their last place are not lost (:func:`cute_ops_torch.adamw_stochastic`). Torch's generator of the device
             gives the seeds.
@@ -113,6 +113,9 @@ class AdamW(torch.optim.Optimizer):
         states = [self.state[p] or self._init_state(p, capturable) for p in slopes]
         if not states:
             return
+        for parameter, state in zip(slopes, states, strict=True):
+            if state["step"].is_cpu is capturable:  # the option has changed since the step before
+                state["step"] = state["step"].to(parameter.device if capturable else "cpu")
         counts = _count_on_device(states) if capturable else _count(states)
         seeds = _seeds([*slopes]) if group.get("stochastic_rounding") else {}
         small: dict[tuple[torch.device, torch.dtype], list[Row]] = {}

@@ -176,7 +176,7 @@ def _state(x: Any, tensors: list[Tensor], within: list[Any]) -> Hashable:
 
 
 def _state_of_function(function: FunctionType, tensors: list[Tensor], within: list[Any]) -> Hashable:
-    if function.__module__.partition(".")[0] == "torch":
+    if str(function.__module__).partition(".")[0] == "torch":
         return function
     if function in within:
         return function.__code__

@@ -237,3 +237,13 @@ def test_the_kernels_compute_it() -> None:
     dout = torch.randn_like(outs[0])
     for a, b in zip(*(torch.autograd.grad(o, (q, k, v), dout) for o in outs), strict=True):
         torch.testing.assert_close(a, b, rtol=0.05, atol=0.05)
+
+
+def test_a_function_of_no_module() -> None:
+    """As ``exec`` in a dict of one's own makes it, or an interpreter inside of another program."""
+    made: dict[str, Any] = {}
+    exec("def twice(score, b, h, q, k): return score * 2", made)
+    q = torch.randn(1, 2, 5, 16, dtype=torch.bfloat16)
+    assert made["twice"].__module__ is None
+    found = cute_ops_torch.flex_attention(q, q, q, made["twice"])
+    torch.testing.assert_close(found, cute_ops_torch.flex_attention(q, q, q, scale=0.5), rtol=0, atol=0.02)

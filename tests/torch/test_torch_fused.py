@@ -259,6 +259,15 @@ def test_what_a_decorated_function_is() -> None:
     assert names and torch.equal(getattr(torch.ops.fused_tests, names[0])(x)[1], gate)
 
 
+def test_a_declared_function_of_no_module() -> None:
+    made: dict[str, Any] = {}
+    exec("def product_of_no_module(xp, x, y): return x * y", made)
+    assert made["product_of_no_module"].__module__ is None
+    x = torch.randn(2, 3)
+    declared = fused(made["product_of_no_module"], operands={"x": "*m n", "y": "*m n"})
+    assert torch.equal(declared(x, x), x * x)
+
+
 def test_a_function_that_is_written_again_is_another_op() -> None:
     def make(power: int) -> Any:
         return fused(lambda xp, x: x**power, name="to_a_power")

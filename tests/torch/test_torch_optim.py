@@ -286,6 +286,32 @@ def test_steps_counted_on_the_device_are_those_of_the_host(device: str) -> None:
         torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("device", [*DEVICES, "meta"])
+def test_counts_follow_their_option_to_the_device(device: str) -> None:
+    """Also those of parameters whose steps begin when the host counts. A CPU stands beside ``meta`` as beside a GPU."""
+    made = [nn.Linear(32, 64, device=device) for _ in range(2)]
+    plain = [copy.deepcopy(each).double() for each in made]
+    optimizer, right = (
+        kind(each[0].parameters(), lr=0.1) for kind, each in ((AdamW, made), (torch.optim.AdamW, plain))
+    )
+    for i, counted in enumerate([False, True] if device == "meta" else [False, True, False, True]):
+        optimizer.param_groups[0]["capturable"] = counted
+        if i == 2:
+            for own, each in ((optimizer, made), (right, plain)):
+                own.add_param_group({"params": [*each[1].parameters()], "capturable": False})
+                own.param_groups[0]["params"] += own.param_groups.pop()["params"]
+        for p, q in zip(nn.ModuleList(made).parameters(), nn.ModuleList(plain).parameters(), strict=True):
+            p.grad = torch.randn(p.shape).to(device)
+            q.grad = p.grad.double()
+        optimizer.step()
+        assert {each["step"].device.type for each in optimizer.state.values()} == {device if counted else "cpu"}
+        if device != "meta":
+            right.step()
+    for p, q in zip(nn.ModuleList(made).parameters(), nn.ModuleList(plain).parameters(), strict=True):
+        if device != "meta":
+            torch.testing.assert_close(p.double(), q, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.gpu
 def test_a_step_in_a_graph() -> None:
     """Replays go on counting, and follow the rate."""

@@ -88,16 +88,14 @@ def fused(
     if not isinstance(operands, Mapping):
         came = type(operands).__name__  # type: ignore[unreachable]
         raise TypeError(f"cute_ops.fused: argument `operands` must be shapes by name, {{'x': '*m n'}}, got {came}.")
-    attrs, name = attrs or {}, name or function.__name__
+    attrs, name, module = attrs or {}, name or function.__name__, function.__module__ or ""  # none in an own `exec`
     _check_names(header, operands, attrs, name)
     shapes = {key: shape_of(operand) for key, operand in operands.items()}
     found = _Fused(
         name, Traces(name, function, shapes, attrs), operands, outputs=outputs, attrs=attrs, cases=cases,
-        no_gradient=no_gradient, squeezed=squeezed, check=check, later=function.__module__.startswith("cute_ops."),
+        no_gradient=no_gradient, squeezed=squeezed, check=check, later=module.startswith("cute_ops."),
     )  # fmt: skip
-    return found.op(
-        function.__module__, doc or inspect.getdoc(function) or f"``{name}`` in one pass.", grad_doc, finish
-    )
+    return found.op(module, doc or inspect.getdoc(function) or f"``{name}`` in one pass.", grad_doc, finish)
 
 
 def _check_names(header: inspect.Signature, operands: Mapping[str, str], attrs: Mapping[str, Any], name: str) -> None:
