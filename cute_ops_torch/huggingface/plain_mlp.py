@@ -1,7 +1,10 @@
-"""MLPs without a gate: ``down(act(up(x)))``, as modules of their own, among a layer's statements, or as BERT's two."""
+"""MLPs without a gate: ``down(act(up(x)))``, as modules of their own, among a layer's statements or the modules of a
+``Sequential``, or as BERT's two.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache, partial
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
@@ -11,7 +14,7 @@ from torch import nn
 
 from cute_ops_torch.composite.block import mlp
 from cute_ops_torch.huggingface.bypass import calls, is_plain, is_plain_linear, parameter, takes
-from cute_ops_torch.huggingface.match import Forward, Replacement, innermost, rebind
+from cute_ops_torch.huggingface.match import Forward, Replacement, innermost, named_as, rebind
 from cute_ops_torch.huggingface.meaning import checked_meaning, state_of
 from cute_ops_torch.huggingface.mlp import approximation
 from cute_ops_torch.huggingface.source import source_digest
@@ -26,6 +29,7 @@ _CONV1D = "39ef3e2036d6cce4"
 # BertLayer's `feed_forward_chunk`, and `forward` of both modules that it calls: a linear layer and an activation; then
 # a linear layer, dropout, and a norm of that and a residual.
 _BERT_CHUNK, _BERT_UP, _BERT_DOWN = "6bb29d0d5cade57e", "dc41afa55f1e5fd4", "db970be30eb7b719"
+_DROPOUTS = (nn.Dropout, nn.Identity)
 _APPROXIMATE = "approximate"
 # By the source of their `forward`: Hugging Face's SiLU, QuickGELU, and a module that calls its attribute `act`.
 _DIGESTS = {"2bdc4d94c9296936": "silu", "264bef87d559fca3": "quick_gelu", "4587a7e0c8fdf068": _APPROXIMATE}
@@ -43,7 +47,7 @@ class Layers(NamedTuple):
 
     Attributes:
         up, act, down: the first layer, the activation, and the second layer.
-        dropout: what drops elements between them: the module, or the attribute that is the probability.
+        dropout: what drops elements between them: modules, or the attribute that is the probability.
     """
 
     up: str
@@ -56,7 +60,7 @@ def _layers_of(module: nn.Module, steps: tuple[Step, ...]) -> Layers | None:
     """The MLP that these steps of a module's ``forward`` are; None where they are anything else."""
     called = [step for step in steps if step.kind == "call"]
     between = [step for step in steps[2:-1] if step.kind != "cast"]
-    if len(steps) < 3 or [step.kind for step in (*steps[:2], steps[-1])] != ["call"] * 3 or len(between) > 1:
+    if len(steps) < 3 or [step.kind for step in (*steps[:2], steps[-1])] != ["call"] * 3:
         return None
     up, act, down = called[0].name, called[1].name, called[-1].name
     parts: list[Any] = [getattr(module, name, None) for name in (up, act, down)]
@@ -69,8 +73,8 @@ def _layers_of(module: nn.Module, steps: tuple[Step, ...]) -> Layers | None:
 
 
 def _drops_out(module: nn.Module, step: Step) -> bool:
-    """Whether a step between layers is a dropout: of a module, or of a function."""
-    return step.kind != "call" or type(getattr(module, step.name, None)) is nn.Dropout
+    """Whether a step between layers is a dropout, of a module or of a function, or a module in place of one."""
+    return step.kind != "call" or type(getattr(module, step.name, None)) in _DROPOUTS
 
 
 def _is_linear(layer: Any) -> bool:
@@ -124,10 +128,15 @@ def _drops(module: nn.Module, step: Step) -> bool:
     """Whether dropout changes its input by now, or is anything else."""
     if step.kind == "dropout":
         return bool(module.training and getattr(module, step.name))
-    dropout = module._modules.get(step.name)
-    if type(dropout) is not nn.Dropout or not calls(dropout, nn.Dropout.forward):
-        return True
-    return bool(dropout.training and dropout.p)
+    return not _hands_on(module._modules.get(step.name))
+
+
+def _hands_on(dropout: Any) -> bool:
+    """Whether calling a module returns its input: a dropout that drops nothing by now, or an ``Identity``."""
+    kind: Any = type(dropout)
+    if kind not in _DROPOUTS or not calls(dropout, kind.forward):
+        return False
+    return kind is nn.Identity or not (dropout.training and dropout.p)
 
 
 def _parameters(layer: Any) -> tuple[Tensor, Tensor | None, bool] | None:
@@ -275,4 +284,39 @@ def _of_two_modules(layer: Any, original: Any, attention_output: Tensor) -> Any:
     return output.LayerNorm(found + attention_output)
 
 
-REPLACEMENTS = (Replacement("mlp", lambda module, model: _has_chunks(module), _in_chunks),)
+# --- sequences of modules --------------------------------------------------------------------------------------------
+
+
+def _in_sequence(self: nn.Sequential, input: Any) -> Any:
+    parts, place = [*self], 0
+    while place < len(parts):
+        down = _down_of(parts, place) if isinstance(input, Tensor) and is_plain(input) else 0
+        found = run_parts(parts[place], parts[place + 1], parts[down], input) if down else None
+        input, place = (parts[place](input), place + 1) if found is None else (found, down + 1)
+    return input
+
+
+def _down_of(parts: Sequence[nn.Module], place: int) -> int:
+    """The place of the second layer of an MLP that begins here; 0 where there is none."""
+    if not isinstance(parts[place], nn.Linear):
+        return 0
+    down = next((k for k in range(place + 2, len(parts)) if not _hands_on(parts[k])), 0)
+    return down if isinstance(parts[down], nn.Linear) else 0
+
+
+def _is_sequence(module: nn.Module) -> bool:
+    """Whether a ``Sequential`` may run an MLP, dropout between its layers aside."""
+    kind: Any = type(module)
+    if not isinstance(module, nn.Sequential) or kind.forward is not nn.Sequential.forward:
+        return False
+    if kind.__iter__ is not nn.Sequential.__iter__:
+        return False
+    parts = [part for part in module if type(part) not in _DROPOUTS]
+    triples = zip(parts, parts[1:], parts[2:], strict=False)
+    return any(_is_linear(up) and _is_linear(down) and learn(act) for up, act, down in triples)
+
+
+REPLACEMENTS = (
+    Replacement("mlp", lambda module, model: _has_chunks(module), _in_chunks),
+    Replacement("mlp", lambda module, model: _is_sequence(module), lambda original: named_as(_in_sequence, original)),
+)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import random
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -239,6 +241,89 @@ def test_modules_of_ones_own(ran: list[str]) -> None:
     assert torch.equal(module(x, double=True), 2 * x) and torch.equal(module(x=x, double=True), 2 * x)
     with pytest.raises(RuntimeError, match="mat1 and mat2 shapes"):  # the original's own error
         module(x[:, :5])
+
+
+class Timm(nn.Module):
+    """Places for a norm and for dropout between both layers, as in timm's MLPs."""
+
+    def __init__(self, drop: float, norm: nn.Module) -> None:
+        super().__init__()
+        self.fc1, self.act, self.drop1 = nn.Linear(12, 20), nn.GELU(), nn.Dropout(drop)
+        self.norm, self.fc2, self.drop2 = norm, nn.Linear(20, 8), nn.Dropout(drop)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.fc1(x)
+        x = self.act(x)
+        x = self.drop1(x)
+        x = self.norm(x)
+        x = self.fc2(x)
+        return self.drop2(x)
+
+
+@pytest.mark.parametrize("drop", [0.0, 0.5])
+def test_what_stands_between_both_layers(drop: float, ran: list[str]) -> None:
+    x = torch.randn(3, 12)
+    for norm, count in ((nn.Identity(), 2 if drop == 0.0 else 1), (nn.LayerNorm(20), 0)):
+        model, inputs = Wrapped(Timm(drop, norm)), {"x": x}
+        expected = [results(model, inputs, train) for train in (False, True)]
+        cute_ops_torch.patch(model)
+        check(model, inputs, expected)
+        assert len(ran) == count
+        ran.clear()
+        model.inner.norm = nn.Tanh()  # afterwards
+        expected = results(copy.deepcopy(model), inputs, False)
+        cute_ops_torch.unpatch(model)
+        torch.testing.assert_close(expected, results(model, inputs, False))
+        assert not ran
+
+
+class Wrapped(nn.Module):
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+        return (self.inner(x),)
+
+
+def drawn_sequence(rng: random.Random) -> tuple[nn.Sequential, int, int]:
+    """A sequence of MLPs and other modules, with how many of these run as one op in evaluation and in training."""
+    parts: list[nn.Module] = []
+    evaluated = trained = 0
+    for _ in range(rng.randint(1, 3)):
+        act = rng.choice([nn.GELU(), nn.GELU("tanh"), nn.SiLU(), nn.ReLU(inplace=True), nn.Tanh()])
+        between = [rng.choice([nn.Dropout(0.0), nn.Dropout(0.5), nn.Identity()]) for _ in range(rng.randint(0, 2))]
+        bias = rng.random() < 0.8
+        mlp = [nn.Linear(12, 20, bias), act, *between, nn.Linear(20, 12, rng.random() < 0.8)]
+        known = type(act) is not nn.Tanh
+        evaluated += known
+        trained += known and not any(getattr(part, "p", 0.0) for part in between)
+        other = rng.choice([nn.LayerNorm(12), nn.Dropout(0.5), nn.Identity(), nn.GELU(), nn.Linear(12, 12)])
+        parts += [*mlp, nn.LayerNorm(12), *([other, nn.LayerNorm(12)] if rng.random() < 0.5 else [])]
+    return nn.Sequential(*parts), evaluated, trained
+
+
+@pytest.mark.drawn(0.5)
+@pytest.mark.parametrize("seed", range(12))
+def test_mlps_of_sequences(seed: int, ran: list[str]) -> None:
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    sequence, evaluated, trained = drawn_sequence(rng)
+    model, inputs = Wrapped(sequence), {"x": torch.randn(*rng.choice([(12,), (3, 12), (2, 3, 12)]))}
+    expected = [results(model, inputs, train) for train in (False, True)]
+    cute_ops_torch.patch(model)
+    check(model, inputs, expected)
+    assert len(ran) == evaluated + trained
+    ran.clear()
+    sequence[rng.randrange(len(sequence))].register_forward_hook(lambda module, given, out: 2 * out)
+    looked_at = results(model, inputs, False)
+    runs = len(ran)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)(**inputs)[0]
+    torch.testing.assert_close(compiled, looked_at[0], rtol=1e-4, atol=1e-5)
+    assert evaluated - 1 <= runs <= evaluated
+    cute_ops_torch.unpatch(model)
+    torch.testing.assert_close(looked_at, results(model, inputs, False), rtol=1e-4, atol=1e-4)
 
 
 def test_steps_of_statements() -> None:
