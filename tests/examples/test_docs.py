@@ -14,6 +14,9 @@ import cute_ops
 import cute_ops_jax
 import cute_ops_torch
 import cute_ops_torch.inductor
+from cute_ops.composite.models import MODELS
+from cute_ops.declaration.headers import header
+from cute_ops.ops import ATTENTION, OPS, PRODUCTS
 from cute_ops_jax import equinox, nnx
 from cute_ops_torch import optim
 
@@ -79,6 +82,14 @@ def test_the_tour_names_ten_files_and_what_is_in_them() -> None:
 def test_ops_are_documented() -> None:
     assert make_ops.PAGE.read_text(encoding="utf-8") == make_ops.page(), "run python docs/make_ops.py"
     assert make_ops.README.read_text(encoding="utf-8") == make_ops.readme(), "run python docs/make_ops.py"
+
+
+def test_docstrings_of_ops_name_every_argument() -> None:
+    lacking = {
+        f"{op.name}: {name}" for op in (*OPS, *PRODUCTS, *ATTENTION, *MODELS) for name in header(op, "", "").parameters
+        if not re.search(rf"\b{name}\b", op.doc.partition("Args:")[2])
+    }  # fmt: skip
+    assert lacking == set()
 
 
 @pytest.mark.parametrize(("page", "contract"), [("design", "core"), ("pytorch", "torch"), ("jax", "jax")])

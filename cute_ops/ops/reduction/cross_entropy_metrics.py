@@ -230,6 +230,7 @@ cross_entropy_metrics = _declare(
         logit_scale: factor of the logits, before the cap; positive.
         reduction: ``"mean"``, with class weights the weighted mean, ``"sum"`` or ``"none"``: of the loss alone.
         token_scaling: multiply each row's loss by the probability of its target, a constant to the gradient.
+        inplace_backward: overwrite the logits with their gradient, as :func:`cross_entropy` does.
 
     Returns:
         ``(loss, lse, log_prob, predicted)``: float32, a scalar or ``[*m]``; float32 ``[*m]`` twice; int32 ``[*m]``. All
@@ -274,6 +275,7 @@ cross_entropy_of_slice = _declare(
         classes: the number of all classes; with 0 there are no others, and a target outside of ``[0, n)`` gives NaN.
         softcap: bound of the logits, ``softcap * tanh(logits / softcap)``; 0 is none.
         logit_scale: factor of the logits, before the cap; positive.
+        inplace_backward: overwrite the logits with their gradient, as :func:`cross_entropy` does.
 
     Returns:
         ``(loss, lse, log_prob, predicted)``, each ``[*m]``: ``lse`` of all classes; ``log_prob`` 0 where the target is

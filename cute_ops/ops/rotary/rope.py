@@ -127,6 +127,8 @@ rope = _declare(
             strides: a table whose last dim is not contiguous is copied. No gradient.
         sin: ``C[*#m r]``, likewise.
         interleaved: pairs are ``(2j, 2j + 1)``, as in GPT-J, instead of ``(j, j + r)``, as in GPT-NeoX and Llama.
+        inplace_backward: x's gradient takes the memory of the output's. In PyTorch nothing else may read that: where a
+            sum hands it to another function, too, that one would read x's. XLA copies it first.
 
     Returns:
         ``T[*m h d]``, compact. Computed in float32, rounded once. In place with ``out=x`` in PyTorch, also in a part of
@@ -214,7 +216,7 @@ rope_packed = _declare(
         cos: ``C[*#m r]``, as in :func:`rope`.
         sin: ``C[*#m r]``, likewise.
         heads: how many heads are rotated, the first ones; others pass through. It has to be given.
-        interleaved: as in :func:`rope`.
+        interleaved, inplace_backward: as in :func:`rope`.
 
     Returns:
         ``T[*m h d]``, compact; in place with ``out=x`` in PyTorch. In place, :func:`rope` of a part of x,
