@@ -8,7 +8,7 @@ functions in array-API style: write your own, and call these in them. They run a
 last query stands beside the last key: ``q`` counts from ``k.size - q.size`` on, which is 0 where there are as many
 queries as keys; ``head.size``, ``q.size`` and ``k.size`` say how many there are. Captured arrays are read by one index
 for each dim: ``document[batch, q]``. Where a call gives them by name, each function gets those that its parameters
-name. An index outside of an array is the nearest inside.
+name. An index outside of an array is the nearest inside, and one between two whole numbers is the lower one.
 """
 
 from __future__ import annotations
