@@ -39,6 +39,7 @@ from cute_ops_torch.huggingface.bypass import is_plain_linear, or_original
 from cute_ops_torch.huggingface.eager_attention import EAGER_ATTENTION
 from cute_ops_torch.huggingface.match import Replacement, hands_on, innermost
 from cute_ops_torch.huggingface.meaning import replacement_of
+from cute_ops_torch.huggingface.multi_head import MULTI_HEAD
 from cute_ops_torch.huggingface.packed_weights import pack
 from cute_ops_torch.huggingface.report import Patched, Replaced, describe
 from cute_ops_torch.huggingface.shared_input import SHARED
@@ -52,7 +53,7 @@ log = logging.getLogger("cute_ops")
 _REPLACEMENTS = (
     *norm.REPLACEMENTS, *embedding.REPLACEMENTS, *mlp.REPLACEMENTS, *layer.REPLACEMENTS, *attention.REPLACEMENTS,
     *decoder.REPLACEMENTS, *plain_mlp.REPLACEMENTS, *t5_mlp.REPLACEMENTS, *activated_norm.REPLACEMENTS,
-    *convolutions.REPLACEMENTS, *experts.REPLACEMENTS,
+    *convolutions.REPLACEMENTS, *experts.REPLACEMENTS, MULTI_HEAD,
 )  # fmt: skip
 _OF_ALL = (ATTENTION, MASKS, EAGER_ATTENTION, BALANCE, CONVOLUTION, SCAN, activated_norm.ACTIVATED)
 _WHOLE = Replacement("", lambda module, model: module is model or _holds_layers(module), traced.settling)

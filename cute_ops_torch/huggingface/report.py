@@ -35,8 +35,8 @@ class Patched(list[Replaced]):
 
     Attributes:
         model: the name of the model's class.
-        left: decoder layers, losses, norms, rotary functions, MLPs, embeddings, masks and eager attention that the
-            model has and that go on running their own ``forward``, each with the reason.
+        left: decoder layers, losses, norms, rotary functions, MLPs, embeddings, masks, eager and multi-head
+            attention that the model has and that go on running their own ``forward``, each with the reason.
     """
 
     def __init__(self, model: str, replaced: Iterable[Replaced], left: Iterable[Left]) -> None:

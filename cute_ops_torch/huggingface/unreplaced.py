@@ -12,6 +12,7 @@ from torch import nn
 
 from cute_ops_torch.huggingface.loss import asks_known_loss
 from cute_ops_torch.huggingface.match import innermost
+from cute_ops_torch.huggingface.multi_head import why_left
 from cute_ops_torch.huggingface.report import Left
 from cute_ops_torch.huggingface.source import definition
 
@@ -167,12 +168,16 @@ def _why_rotation(module: nn.Module) -> str:
     return f"`{_rotation(module)}` is no rotation of ours, or its tables are not known to hold each angle twice"
 
 
-def _is_eager(module: Any) -> bool:
+def _attends(module: Any) -> bool:
+    if isinstance(module, nn.MultiheadAttention):
+        return True
     eager = getattr(getattr(module, "config", None), "_attn_implementation", None) == "eager"
     return eager and _named(r"Attention", module) and bool({"eager_attention_forward", "softmax"} & _called(module))
 
 
 def _why_attention(module: nn.Module) -> str:
+    if isinstance(module, nn.MultiheadAttention):
+        return why_left(module)
     return "its eager attention is not that of BERT, ViT, Llama, Gemma 2 or GPT-OSS"
 
 
@@ -212,7 +217,7 @@ _ROLES = (
     _Role("embedding", ("embedding",), lambda module: isinstance(module, nn.Embedding), _why_embedding),
     _Role("layer", ("add_rmsnorm", "add_layernorm"), _is_layer, _why_layer),
     _Role("rotary function", ("rope",), lambda module: bool(_rotation(module)), _why_rotation),
-    _Role("attention", ("attention", "softmax"), _is_eager, _why_attention),
+    _Role("attention", ("attention", "softmax"), _attends, _why_attention),
     _Role("MLP", _MLPS, _is_mlp, _why_mlp),
     _Role("norm", ("rmsnorm", "layernorm", "group_norm", "fused"), _is_norm, _why_norm),
 )

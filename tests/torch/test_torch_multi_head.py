@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 from collections.abc import Iterator
@@ -11,7 +12,9 @@ import pytest
 import torch
 from torch import nn
 
+import cute_ops_torch
 from cute_ops_torch import inductor
+from cute_ops_torch.composite import scaled_dot_product
 from cute_ops_torch.composite.multi_head import MultiHead, multi_head_attention, torch_attention, written_attention
 from tests.torch.drawn_programs import enabled, only_the_pass, through_autograd
 
@@ -96,10 +99,10 @@ def run(function: Any, tensors: list[Tensor], parameters: list[Tensor]) -> list[
     return [out.detach(), *grads]
 
 
-def near(got: list[Tensor], plain: list[Tensor], exact: list[Tensor]) -> None:
+def near(got: list[Tensor], plain: list[Tensor], exact: list[Tensor], strides: bool = True) -> None:
     """Ours are not farther from exact values than twice what torch's own are."""
     out, same = got[0], plain[0]
-    assert [s for s, n in zip(out.stride(), out.shape, strict=True) if n > 1] == [
+    assert not strides or [s for s, n in zip(out.stride(), out.shape, strict=True) if n > 1] == [
         s for s, n in zip(same.stride(), same.shape, strict=True) if n > 1
     ]
     for ours, torchs, want in zip(got, plain, exact, strict=True):
@@ -283,3 +286,242 @@ def test_any_number_of_rows_in_the_pass() -> None:
         x, y = torch.randn(batch, queries, E).bfloat16(), torch.randn(batch, keys, E).bfloat16()
         torch.testing.assert_close(compiled(x, y), attend(x, y), rtol=0.02, atol=0.02)
     assert inductor.replaced["attention"] == 1
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of calls of our attention, whether they are causal."""
+    seen, plain = list[bool](), scaled_dot_product._attention
+
+    def attention(*args: Any) -> Any:
+        seen.append(args[5])
+        return plain(*args)
+
+    monkeypatch.setattr(scaled_dot_product, "_attention", attention)
+    scaled_dot_product._calls.clear()
+    return seen
+
+
+@pytest.mark.drawn(0.4)
+@pytest.mark.parametrize("seed", range(60))
+def test_patched_modules(seed: int, calls: list[bool]) -> None:
+    """In training and evaluation, with gradients and without, by autocast or in one dtype."""
+    rng = random.Random(f"patched {seed}")
+    dtype = rng.choice((torch.bfloat16, torch.float16, torch.float32))
+    autocast, mode = rng.random() < 0.3, rng.choice(("training", "evaluation", "without gradients"))
+    module, tensors, options = drawn(seed, dtype)
+    if rng.random() < 0.5:
+        options = {"need_weights": False} | (
+            {key: options[key] for key in ("attn_mask", "is_causal")} if options.get("is_causal") else {}
+        )
+    module.train(mode == "training")
+    plain, wide = copy.deepcopy(module), drawn(seed, torch.float64)[0].train(mode == "training")
+    wide.load_state_dict(module.state_dict())
+    state = {name: value.clone() for name, value in module.state_dict().items()}
+    assert list(cute_ops_torch.patch(module)) == [("", "attention")]
+    results = []
+    for of, given in ((module, tensors), (plain, tensors), (wide, _alike(tensors, torch.float64))):
+        more = {
+            k: v.to(given[0].dtype) if torch.is_tensor(v) and v.is_floating_point() else v for k, v in options.items()
+        }
+
+        def attend(*given: Tensor, of: Any = of, more: Any = more) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast and of is not wide):
+                return of(*given, **more)[0]  # type: ignore[no-any-return]
+
+        if mode == "without gradients":
+            with torch.no_grad():
+                results.append([attend(*given)])
+        else:
+            results.append(run(attend, given, [*of.parameters()]))
+    near(*results, strides=False)
+    masked = "key_padding_mask" in options or ("attn_mask" in options and not options.get("is_causal"))
+    narrow = dtype != torch.float32 or autocast
+    longer = (
+        bool(options.get("is_causal"))
+        and tensors[0].shape[-2 if module.batch_first or tensors[0].ndim == 2 else 0]
+        > tensors[1].shape[-2 if module.batch_first or tensors[0].ndim == 2 else 0]
+    )
+    assert calls == (
+        [] if options["need_weights"] or masked or not narrow or longer else [bool(options.get("is_causal"))]
+    )
+    assert all(torch.equal(value, module.state_dict()[name]) for name, value in state.items())
+    cute_ops_torch.unpatch(module)
+    assert type(module) is nn.MultiheadAttention
+
+
+def _hook(module: Any) -> None:
+    module.register_forward_hook(lambda module, given, out: (out[0] * 2, None))
+
+
+def _parametrize(module: Any) -> None:
+    class Twice(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 2
+
+    nn.utils.parametrize.register_parametrization(module, "in_proj_weight", Twice())
+
+
+def _replace_output(module: Any) -> None:
+    nn.utils.parametrizations.weight_norm(module.out_proj)
+
+
+CHANGES: dict[str, tuple[Any, bool]] = {
+    "nothing": (lambda module: None, True), "a hook": (_hook, True), "a parametrization": (_parametrize, True),
+    "weight norm of the last product": (_replace_output, True),
+    "a frozen weight": (lambda module: module.in_proj_weight.requires_grad_(False), True),
+    "dropout": (lambda module: setattr(module, "dropout", 1e-9), False),
+    "float32": (lambda module: module.float(), False),
+    "its forward": (lambda module: setattr(module, "forward", module.forward), True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_patched_modules_that_change(change: str, when: str, calls: list[bool]) -> None:
+    make, ours = CHANGES[change]
+    torch.manual_seed(11)
+    module = nn.MultiheadAttention(E, HEADS, batch_first=True).bfloat16()
+    plain = copy.deepcopy(module)
+    make(plain)
+    if when == "before":
+        make(module)
+        if change == "its forward":
+            with pytest.raises(ValueError, match="no module that is known"):
+                cute_ops_torch.patch(module)
+            return
+    cute_ops_torch.patch(module)
+    if when == "after":
+        make(module)
+    module = copy.deepcopy(module) if change != "its forward" else module
+    x = torch.randn(2, 5, E).to(plain.out_proj.bias.dtype)
+    out, want = (of(x, x, x, need_weights=False)[0] for of in (module, plain))
+    torch.testing.assert_close(out, want, rtol=0.02, atol=0.02)
+    assert len(calls) == ours
+    (of_ours, of_plain) = (
+        torch.autograd.grad(each.float().square().sum(), of.out_proj.bias)[0]
+        for each, of in ((out, module), (want, plain))
+    )
+    torch.testing.assert_close(of_ours, of_plain, rtol=0.05, atol=0.05)
+
+
+def test_patched_modules_that_stay() -> None:
+    class Own(nn.MultiheadAttention):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return super().forward(*args, **kwargs)
+
+    class Asking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.plain = nn.MultiheadAttention(E, HEADS)
+            self.pool = nn.MultiheadAttention(E, HEADS)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.pool(x[:1], x, x)[0], self.plain(x, x, x, None, False)
+
+    model = Asking()
+    model.with_keys, model.own = nn.MultiheadAttention(E, HEADS, add_bias_kv=True), Own(E, HEADS)
+    found = cute_ops_torch.patch(model)
+    assert list(found) == [("plain", "attention")]
+    assert [(each.module, each.reason) for each in found.left] == [
+        ("pool", "its weights are asked for where it is called"), ("with_keys", "it attends to keys of its own"),
+        ("own", "its forward is not torch.nn's"),
+    ]  # fmt: skip
+
+
+def test_patched_modules_raise_what_torch_raises() -> None:
+    module = nn.MultiheadAttention(E, HEADS).bfloat16()
+    plain, x = copy.deepcopy(module), torch.randn(5, 3, E).bfloat16()
+    cute_ops_torch.patch(module)
+    wrong: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+        ((x, x, x), {"need_weight": False}), ((x, x, x, None, False), {"need_weights": False}),
+        ((x, x, x, None, False, None, True, False, 1), {}), ((x, x[:2], x), {"need_weights": False}),
+        ((x, x[:, :2], x[:, :2]), {"need_weights": False}), ((x[..., :8], x, x), {"need_weights": False}),
+        ((x, x, x), {"need_weights": False, "is_causal": True}), ((x[0, 0], x, x), {"need_weights": False}),
+        ((x.float(), x.float(), x.float()), {"need_weights": False}),
+    ]  # fmt: skip
+    for given, options in wrong:
+        errors = []
+        for of in (module, plain):
+            with pytest.raises(Exception) as raised:
+                of(*given, **options)
+            errors.append((type(raised.value), str(raised.value)))
+        assert errors[0] == errors[1]
+
+
+def test_patched_modules_are_traced(calls: list[bool]) -> None:
+    """By torch.compile without a break, and by torch.export."""
+    torch.manual_seed(12)
+    module = nn.MultiheadAttention(E, HEADS, batch_first=True).bfloat16()
+    plain, x = copy.deepcopy(module), torch.randn(2, 5, E).bfloat16()
+    cute_ops_torch.patch(module)
+    inductor.disable()
+    want = plain(x, x, x, need_weights=False)[0]
+    seen: list[str] = []
+
+    def backend(traced: torch.fx.GraphModule, given: Any) -> Any:
+        seen.extend(str(node.target) for node in traced.graph.nodes)
+        return traced
+
+    compiled = torch.compile(lambda x: module(x, x, x, need_weights=False)[0], backend=backend, fullgraph=True)
+    torch.testing.assert_close(compiled(x), want, rtol=0.02, atol=0.02)
+    exported = torch.export.export(module, (x, x, x), {"need_weights": False})
+    torch.testing.assert_close(exported.module()(x, x, x, need_weights=False)[0], want, rtol=0.02, atol=0.02)
+    assert "cute.attention.default" in seen
+    assert "cute.attention.default" in {str(node.target) for node in exported.graph.nodes}
+
+
+def test_patched_modules_of_functions(calls: list[bool]) -> None:
+    """Gradients of each example, by torch.func."""
+    torch.manual_seed(14)
+    module = nn.MultiheadAttention(E, HEADS, batch_first=True).bfloat16()
+    plain, x = copy.deepcopy(module), torch.randn(3, 5, E).bfloat16()
+    cute_ops_torch.patch(module)
+    grads = []
+    for of in (module, plain):
+
+        def loss(parameters: Any, x: Tensor, of: Any = of) -> Tensor:
+            return (
+                torch.func.functional_call(of, parameters, (x, x, x), {"need_weights": False})[0].float().square().sum()
+            )
+
+        parameters = {name: each.detach() for name, each in of.named_parameters()}
+        grads.append(torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, x))
+    assert calls
+    for name, got in grads[0].items():
+        torch.testing.assert_close(got, grads[1][name], rtol=0.05, atol=0.05 * grads[1][name].abs().max().item())
+
+
+def test_patched_encoders(calls: list[bool]) -> None:
+    """A model of torch's layers, in training: losses and gradients; in evaluation torch's own function runs, unless it
+    is told not to.
+    """
+    torch.manual_seed(13)
+    model = nn.Transformer(E, HEADS, 2, 2, 48, dropout=0.0, batch_first=True)
+    narrow = copy.deepcopy(model).bfloat16()
+    plain = copy.deepcopy(narrow)
+    found = cute_ops_torch.patch(narrow)
+    assert [each.module for each in found if each.op == "attention"] == [
+        name for name, each in plain.named_modules() if isinstance(each, nn.MultiheadAttention)
+    ]
+    given = [torch.randn(2, n, E).bfloat16().requires_grad_() for n in (7, 5)]
+    mask = nn.Transformer.generate_square_subsequent_mask(5, dtype=torch.bfloat16)
+    results = [
+        run(lambda x, y, of=of: of(x, y, tgt_mask=mask.to(x.dtype)), each, [*of.parameters()])
+        for of, each in ((narrow, given), (plain, given), (model, _alike(given, torch.float32)))
+    ]
+    near(*results)
+    assert calls == [False] * 2 + [True, False] * 2
+    calls.clear()
+    outs = []
+    with torch.no_grad():
+        x = given[0].detach()
+        for own in (True, False):
+            torch.backends.mha.set_fastpath_enabled(own)
+            try:
+                outs += [of.eval().encoder(x) for of in (narrow, plain)]
+            finally:
+                torch.backends.mha.set_fastpath_enabled(True)
+            assert calls == [False] * (0 if own else 2)
+    for out in outs[1:]:
+        torch.testing.assert_close(out, outs[0], rtol=0.03, atol=0.03)
