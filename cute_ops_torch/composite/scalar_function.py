@@ -1,7 +1,8 @@
 """Functions of scalars for torch, ``score_mod`` and ``mask_mod`` of its attention, as functions in array-API style.
 
 Such a function is traced to a graph of ATen operators on scalars, of which each is an operator or a function of ``xp``.
-Tensors that it reads by index become captured arrays.
+Tensors that it reads by index become captured arrays, which have no negative indices: one that may be negative is
+compared with 0.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class ScalarFunction:
         self.arguments, self.reads = scores + 4, dict[str, int]()
         self.graph = self._traced(function, scores)
         self._read_constants()
+        self.naturals = self._found_naturals(scores)
 
     def _traced(self, function: Function, scores: int) -> GraphModule:
         dtypes = [torch.float32] * scores + [torch.int32] * 4
@@ -72,6 +74,24 @@ class ScalarFunction:
             self.reads[node.target] = places[0] if places else len(self.tensors)
             if not places:
                 self.tensors.append(tensor)
+
+    def _found_naturals(self, scores: int) -> set[Node]:
+        """The values that are at least 0 whatever the coordinates are, as far as operators tell."""
+        found: set[Node] = set()
+        for i, node in enumerate(self.graph.graph.nodes):
+            name, args = _operator(node), node.args
+            if node.op == "placeholder":
+                is_natural = i >= scores
+            elif node.op == "get_attr":
+                is_natural = self.numbers.get(node.target, -1) >= 0
+            else:
+                args = args[1:] if name in ("remainder", "clamp", "where") else args  # divisor, bounds, values
+                is_natural = name in _NATURAL or (
+                    name in _OF_NATURALS and "alpha" not in node.kwargs
+                    and all(x in found if isinstance(x, Node) else x is not None and x >= 0 for x in args)
+                )  # fmt: skip
+            found |= {node} if is_natural else set()
+        return found
 
     def of(self, every: Sequence[Tensor]) -> Function:
         """The function, which gets these tensors in place of its own."""
@@ -107,13 +127,26 @@ class ScalarFunction:
     def _computed(self, xp: Any, node: Node, values: Mapping[Node, Any]) -> Any:
         filled: Any = torch.fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
         args, options = filled
-        name = str(getattr(node.target, "overloadpacket", node.target)).rpartition(".")[2]
+        name = _operator(node)
         if name == "index":
-            array, places = args
-            return self._word(node) if any(i is None for i in places) else array[tuple(places)]
+            if any(i is None for i in args[1]):
+                self._word(node)
+            return args[0][self._counted_from_the_first(xp, node, *args)]
         args = [self._element(x) for x in args]
         function = _FUNCTIONS.get(name)
         return self._word(node) if function is None else function(xp, *args, **_computing(options))
+
+    def _counted_from_the_first(self, xp: Any, read: Node, array: Any, index: Sequence[Any]) -> tuple[Any, ...]:
+        """The index of a read as captured arrays have it: torch counts a negative one from the end."""
+        nodes: Any = read.args[1]
+        found = []
+        for axis, (i, node) in enumerate(zip(index, nodes, strict=True)):
+            if isinstance(i, int | float):
+                i = i + array.shape[axis] if i < 0 else i
+            elif node not in self.naturals:
+                i = xp.where(i < 0, i + array.shape[axis], i)
+            found.append(i)
+        return tuple(found)
 
     def _element(self, x: Any) -> Any:
         """A captured array without dims as its element."""
@@ -138,6 +171,11 @@ class _Indexing(TorchFunctionMode):
                 places = [i if isinstance(i, Tensor) else torch.full((), i) for i in each]
                 return torch.ops.aten.index(array, places)
         return function(*args, **(kwargs or {}))
+
+
+def _operator(node: Node) -> str:
+    """The name of an operator of ATen."""
+    return str(getattr(node.target, "overloadpacket", node.target)).rpartition(".")[2]
 
 
 def _computing(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -225,3 +263,6 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "new_zeros": lambda xp, x, size, dtype=None, **_: False if dtype == torch.bool else 0.0,
     "new_full": lambda xp, x, size, number, **_: number,
 }  # fmt: skip
+# What is at least 0, and what is of numbers that are.
+_NATURAL = {"abs", "lt", "le", "gt", "ge", "eq", "ne", "logical_and", "logical_or", "logical_not", "bitwise_not"}
+_OF_NATURALS = {"add", "mul", "floor_divide", "div", "remainder", "minimum", "maximum", "clamp", "where", "_to_copy"}

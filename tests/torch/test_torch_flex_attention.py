@@ -19,6 +19,7 @@ from torch.nn.attention.flex_attention import (
 
 import cute_ops_torch
 from cute_ops_torch.composite import flex_attention as module
+from cute_ops_torch.composite.scalar_function import ScalarFunction
 
 Tensor = torch.Tensor
 B, H, G, S, T = 2, 4, 2, 20, 33
@@ -138,6 +139,43 @@ def test_a_global_that_changes_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         mask = create_block_mask(window, B, H, S, T, device="cpu")
         out = cute_ops_torch.flex_attention(*x, block_mask=mask, enable_gqa=True)
         torch.testing.assert_close(out, right(*x, None, window)[0], rtol=1e-4, atol=1e-4)
+
+
+PLACES = torch.tensor([3, -1, 0, -T, 2 - T, 7])
+INDICES: dict[str, Callable[..., Any]] = {
+    "distance": lambda q, k: q - k, "key before": lambda q, k: k - 1, "number": lambda q, k: -3,
+    "number of the first": lambda q, k: 3, "read": lambda q, k: PLACES[(q + k) % 6],
+    "float": lambda q, k: ((q - k).float() * 0.6).long(), "remainder": lambda q, k: (q - k) % T,
+    "distance either way": lambda q, k: (q - k).abs(), "bounds": lambda q, k: (q - k).clamp(-4, 9),
+    "chosen": lambda q, k: torch.where(q > k, q, -1), "bool": lambda q, k: (q > k).long(),
+    "sum less twice": lambda q, k: torch.sub(q, k, alpha=2).clamp(min=-T), "negated": lambda q, k: -(k // 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("index", INDICES)
+def test_indices_below_zero_count_from_the_end(index: str) -> None:
+    x, table = given(), torch.randn(H, T, requires_grad=True)
+    again = table.detach().clone().requires_grad_()
+
+    def biased(table: Tensor) -> Callable[..., Tensor]:
+        return lambda score, b, h, q, k: score + table[h, INDICES[index](q, k)] * (k + 1)
+
+    out = cute_ops_torch.flex_attention(*x, biased(table), enable_gqa=True)
+    expected, _ = right(*x, biased(again), None)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+    found, wanted = (torch.autograd.grad(o.sin().sum(), of) for o, of in ((out, table), (expected, again)))
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+
+
+def test_indices_that_may_not_be_negative_are_read_as_they_are() -> None:
+    """So that masks of documents and biases of coordinates keep the forms that kernels know."""
+
+    def read(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return score + BIAS[b, h, q, k] + TABLE[h // 2, (q + k) % 5] + TABLE[h, (q - k).abs().clamp(0, 3)]
+
+    traced = ScalarFunction(read, "score_mod", 1)
+    indices = [node.args[1] for node in traced.graph.graph.nodes if "aten.index" in str(node.target)]
+    assert len(indices) == 3 and all(traced.naturals.issuperset(each) for each in indices)
 
 
 class Mod:
