@@ -35,7 +35,7 @@ class _Call(NamedTuple):
 
 
 _known: dict[Hashable, _Call] = {}
-_whole_masks: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+_agree: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()  # block masks
 
 
 @torch.compiler.disable(reason="its functions are traced when it is called; compile what is around it")  # type: ignore[untyped-decorator]
@@ -56,7 +56,8 @@ def flex_attention(
         value: ``[B, kv heads, S, Ev]``.
         score_mod: ``score_mod(score, b, h, q_idx, kv_idx)``, torch's functions of scalars; tensors that it refers to
             are read by one index for each dim.
-        block_mask: a ``BlockMask`` that ``create_block_mask`` has made of a ``mask_mod(b, h, q_idx, kv_idx)``.
+        block_mask: a ``BlockMask`` that ``create_block_mask`` has made of a ``mask_mod(b, h, q_idx, kv_idx)``. The
+            first call with one waits for the device, to see that its blocks are those of the function.
         scale: of scores; None is ``1 / sqrt(E)``.
         enable_gqa: ``heads / kv heads`` neighbouring heads of ``query`` share one of ``key`` and ``value``.
         return_lse: whether to return the log-sum-exp of scores, ``[B, heads, L]``, too.
@@ -68,7 +69,8 @@ def flex_attention(
     Raises:
         TraceError: a function does what cannot be traced; the message says what.
         ValueError: shapes do not fit each other, or those of the block mask.
-        NotImplementedError: a block mask without a ``mask_mod`` leaves out blocks, or the scale is 0.
+        NotImplementedError: a block mask leaves out blocks, or has whole ones, that its ``mask_mod`` says otherwise,
+            or the scale is 0.
     """
     if not query.ndim == key.ndim == value.ndim == 4:
         ranks = ", ".join(str(x.ndim) for x in (query, key, value))
@@ -95,16 +97,44 @@ def _mask_of(block_mask: Any, queries: int, keys: int) -> Function | None:
     if lengths != (queries, keys):
         what = f"the block mask is of {lengths[0]} queries and {lengths[1]} keys, not of {queries} and {keys}"
         raise ValueError(f"cute.flex_attention: {what}.")
-    if block_mask.mask_mod is not noop_mask:
-        return block_mask.mask_mod  # type: ignore[no-any-return]
-    if block_mask not in _whole_masks:
-        full = block_mask.full_kv_num_blocks
-        count = block_mask.kv_num_blocks + (0 if full is None else full)
-        _whole_masks[block_mask] = bool((count == -(-keys // block_mask.BLOCK_SIZE[1])).all())
-    if not _whole_masks[block_mask]:
-        what = "a block mask that leaves out blocks without a mask_mod is not implemented"
-        raise NotImplementedError(f"cute.flex_attention: {what}: give create_block_mask a mask_mod.")
-    return None
+    if block_mask not in _agree:
+        _agree[block_mask] = _agrees(block_mask)
+    if not _agree[block_mask]:
+        what = "a block mask whose blocks are not those that its mask_mod says is not implemented"
+        raise NotImplementedError(f"cute.flex_attention: {what}: give create_block_mask a mask_mod that says them.")
+    return None if block_mask.mask_mod is noop_mask else block_mask.mask_mod
+
+
+def _agrees(block_mask: Any) -> bool:
+    """Whether the function of a block mask hides the blocks that this leaves out, and nothing of those that it has as
+    whole ones: at their corners and in their middle. Waits for the device.
+    """
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+    (queries, keys), (rows, columns) = block_mask.seq_lengths, block_mask.BLOCK_SIZE
+    numbers = block_mask.kv_num_blocks
+    across, device, lead = -(-keys // columns), numbers.device, (1, 1, *numbers.shape[:-1])[-2:]
+
+    def listed(numbers: Tensor | None, indices: Tensor | None) -> Tensor:
+        found = torch.zeros(*lead, block_mask.kv_num_blocks.shape[-1], across + 1, dtype=torch.bool, device=device)
+        if numbers is None or indices is None:
+            return found[..., :-1]
+        counted = torch.arange(indices.shape[-1], device=device) < numbers[..., None]
+        places = torch.where(counted, indices, across).long()
+        return found.scatter_(-1, places.view(*found.shape[:-1], -1), True)[..., :-1]
+
+    whole = listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
+    some = listed(numbers, block_mask.kv_indices) | whole
+    differ = torch.zeros_like(some)
+    for row, column in ((0, 0), (0, columns - 1), (rows - 1, 0), (rows - 1, columns - 1), (rows // 2, columns // 2)):
+        q = (torch.arange(some.shape[-2], device=device) * rows + row).clamp(max=queries - 1)
+        k = (torch.arange(across, device=device) * columns + column).clamp(max=keys - 1)
+        batch, head = (torch.arange(n, device=device) for n in lead)
+        each = [x.flatten().int() for x in torch.meshgrid(batch, head, q, k, indexing="ij")]
+        with TransformGetItemToIndex():
+            seen = torch.vmap(block_mask.mask_mod)(*each).bool().view(some.shape)
+        differ |= torch.where(seen, ~some, whole)
+    return not bool(differ.any())
 
 
 def _call(score_mod: Function | None, mask_mod: Function | None) -> tuple[_Call, list[Tensor]]:

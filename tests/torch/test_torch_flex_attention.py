@@ -251,8 +251,28 @@ def test_a_block_mask_without_a_function() -> None:
     assert torch.equal(out, cute_ops_torch.flex_attention(*x, enable_gqa=True))
     number, indices = torch.zeros(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32)
     empty = BlockMask.from_kv_blocks(number, indices, seq_lengths=(S, T))
-    with pytest.raises(NotImplementedError, match="leaves out blocks without a mask_mod is not implemented"):
+    with pytest.raises(NotImplementedError, match="whose blocks are not those that its mask_mod says"):
         cute_ops_torch.flex_attention(*x, block_mask=empty, enable_gqa=True)
+
+
+@pytest.mark.parametrize("size", [4, (8, 4)])
+@pytest.mark.parametrize("mask_mod", [causal, window, documents, blocks, logical])
+def test_blocks_are_those_of_the_function(mask_mod: Any, size: Any) -> None:
+    """Ones of ``create_block_mask`` are; without one of these, or with one as whole, kernels of torch give others."""
+    x, lead = given(), (B, H) if mask_mod in (documents, blocks) else (None, None)
+    mask = create_block_mask(mask_mod, *lead, S, T, device="cpu", BLOCK_SIZE=size)
+    out = cute_ops_torch.flex_attention(*x, block_mask=mask, enable_gqa=True)
+    torch.testing.assert_close(out, right(*x, None, mask_mod)[0], rtol=1e-4, atol=1e-4)
+    number, full = mask.kv_num_blocks, (mask.full_kv_num_blocks, mask.full_kv_indices)
+    fewer = BlockMask.from_kv_blocks(
+        (number - 1).clamp(min=0), mask.kv_indices, *full, mask.BLOCK_SIZE, mask_mod, (S, T)
+    )
+    whole = BlockMask.from_kv_blocks(
+        torch.zeros_like(number), mask.kv_indices, number, mask.kv_indices, mask.BLOCK_SIZE, mask_mod, (S, T)
+    )  # fmt: skip
+    for other in (fewer, whole):
+        with pytest.raises(NotImplementedError, match="whose blocks are not those that its mask_mod says"):
+            cute_ops_torch.flex_attention(*x, block_mask=other, enable_gqa=True)
 
 
 @pytest.mark.gpu
