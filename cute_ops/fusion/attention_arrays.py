@@ -210,12 +210,13 @@ def narrow(node: Node) -> tuple[Node, float]:
 
 
 def multiplied(node: Node) -> tuple[Node, float] | None:
-    """The tensor that a node multiplies by a positive number, and the number; None if the node does not."""
-    if (node.op, node.attr) == ("primitive", "multiply"):
-        for x, other in (node.args, node.args[::-1]):
+    """The tensor that a node multiplies or divides by a positive number, and the factor; None if it does neither."""
+    if node.op == "primitive" and node.attr in ("multiply", "divide"):
+        divides = node.attr == "divide"
+        for x, other in (node.args,) if divides else (node.args, node.args[::-1]):
             number = positive_number(other)
             if number is not None and (x.shape, x.dtype) == (node.shape, node.dtype):
-                return x, float(number)
+                return x, 1 / number if divides else number
     return None
 
 

@@ -60,10 +60,17 @@ class Composite(NamedTuple):
 
 
 def cuts(parts: list[Composite], analysis: Analysis) -> set[Node]:
-    """The results of parts that expressions compute on the way to something else: they are to begin after those."""
+    """What ends or begins a region, since a part computes what is before it or behind it: results of parts that others
+    compute on the way to something else, and casts of what parts read that others compute with it.
+    """
     own = {found for part in parts for found in part.found}
     results = {root for part in parts for root in part.roots}
-    return {node for found in analysis.found if found not in own for node in found.region.nodes} & results
+    read = {node for part in parts for node in part.operands.values()}
+    others = [found for found in analysis.found if found not in own]
+    inside = {node for found in others for node in found.region.nodes}
+    casts = {user for node in read & inside for user in node.users if user.op == "cast" and user in inside}
+    roots = {root for found in others for root in found.region.roots}
+    return (inside & results) | {cast for cast in casts if cast.args[0] not in roots}
 
 
 def composites(graph: Graph, analysis: Analysis) -> list[Composite]:

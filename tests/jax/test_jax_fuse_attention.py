@@ -103,6 +103,13 @@ def alibi(q: Array, k: Array, v: Array) -> Array:
     return mixed(jnp.where(lower(), wide(dots(q, k)) - slopes * distance, -1e9), v)
 
 
+def upcast(q: Array, k: Array, v: Array) -> Array:
+    """All in float32, of queries that are cast and then divided."""
+    scores = jnp.einsum("bqhd,bkhd->bhqk", wide(q) / 4.0, wide(k))
+    p = jax.nn.softmax(jnp.where(lower(), scores, -1e9), -1)
+    return jnp.einsum("bhqk,bkhd->bqhd", p, wide(v)).astype(q.dtype)
+
+
 def additive(q: Array, k: Array, v: Array) -> Array:
     return mixed(wide(dots(q, k)) + jnp.where(lower(), 0.0, -1e9).astype(wide(q).dtype), v)
 
@@ -331,6 +338,7 @@ FORMS: dict[str, tuple[Callable[..., Array], tuple[Array, ...], str]] = {
     "without a maximum": (by(lambda x: jnp.exp(x) / jnp.exp(x).sum(-1, keepdims=True)), (Q, K, V), "causal"),
     "by the logarithm": (by(lambda x: jnp.exp(jax.nn.log_softmax(x))), (Q, K, V), "causal"),
     "by the log-sum": (by(lambda x: jnp.exp(x - jax.nn.logsumexp(x, -1, keepdims=True))), (Q, K, V), "causal"),
+    "upcast": (upcast, (Q, K, V), "causal"),
     "sinks as a column": (column, (Q, K, V, SINKS), "causal"),
     "sinks as a column, of one example": (column, (Q[:1], K[:1], V[:1], SINKS), "causal"),
     "sinks as a column, padding": (column, (Q, K, V, SINKS, LEFT), "scores changed"),
@@ -389,6 +397,15 @@ def _arrays(tree: Any) -> tuple[np.ndarray[Any, Any], ...]:
 
 def became(function: Callable[..., Any], *args: Any) -> list[str]:
     return [entry.becomes for entry in cute_ops_jax.fuse.report(function, *args).replaced]
+
+
+def test_what_casts_of_queries_and_keys_are_computed_from_is_one_expression() -> None:
+    def function(q: Array, k: Array, v: Array) -> Array:
+        return upcast(jnp.tanh(q) * q, jnp.tanh(k) + k, v)
+
+    assert sorted(became(function, Q, K, V)) == ["attention", "fused", "fused"]
+    got, want = (compiled(each)(Q, K, V) for each in (cute_ops_jax.fuse(function), function))
+    np.testing.assert_allclose(wide(got), wide(want), atol=0.02)
 
 
 STAYS: dict[str, tuple[Callable[..., Any], tuple[Array, ...], str]] = {
