@@ -74,11 +74,13 @@ class Outside(NamedTuple):
         graph: its graph.
         inputs: by number of the body's inputs the value that one of them is at each run.
         known: the program's arrays.
+        numbers: by number of the body's inputs the number that one of them always is.
     """
 
     graph: Graph
     inputs: Mapping[int, Node]
     known: Known
+    numbers: Mapping[int, Any]
 
 
 class Front:
@@ -125,7 +127,8 @@ class Front:
                 if not may_have_gradient(node, outside.known, outside.graph.fixed)
             )
             self.graph.fixed = {self.inputs[i].node for i in fixed}
-        self.outputs = self._run(closed, self.inputs)
+        numbers = {} if outside is None else outside.numbers
+        self.outputs = self._run(closed, [numbers.get(i, each) for i, each in enumerate(self.inputs)])
         self.graph.outputs = [each.node for each in self.outputs if isinstance(each, Value)]
 
     def is_apart(self, equation: JaxprEqn) -> bool:

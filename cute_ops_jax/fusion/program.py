@@ -108,7 +108,9 @@ class Program:
         """The program of a body; ``inputs``: of its inputs those that are inputs of the equation, by number."""
         known = {i: partial(self.known.of_value, given[k]) for i, k in inputs.items()}
         values = {i: given[k].node for i, k in inputs.items() if isinstance(given[k], Value)}
-        return Program(closed, self.exact, known, own=self._own, outside=Outside(self.front.graph, values, self.known))
+        numbers = {i: given[k] for i, k in inputs.items() if not isinstance(given[k], Value)}
+        outside = Outside(self.front.graph, values, self.known, numbers)
+        return Program(closed, self.exact, known, own=self._own, outside=outside)
 
     @property
     def changed(self) -> bool:

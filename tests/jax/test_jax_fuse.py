@@ -252,6 +252,25 @@ def test_what_would_wait_for_itself_is_computed_in_turn() -> None:
     same(jax.jit(cute_ops_jax.fuse(product))(w), jax.jit(product)(w))
 
 
+@pytest.mark.parametrize("form", ["scan", "checkpoint in a scan", "cond"])
+def test_arrays_of_one_number_are_numbers_inside_of_bodies(form: str) -> None:
+    """An eps that is an array, which loops and branches get as an input."""
+    eps = jnp.asarray(1e-5)
+
+    def norm(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+        return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + eps) * w, None
+
+    def function(x: jax.Array, w: jax.Array) -> jax.Array:
+        if form == "cond":
+            return jax.lax.cond(x[0, 0] > 0, lambda x: norm(x, w[0])[0], lambda x: jnp.sin(x) * eps, x)
+        return jax.lax.scan(jax.checkpoint(norm) if form.startswith("checkpoint") else norm, x, w)[0]
+
+    args = jnp.asarray(KEY.standard_normal((4, 8)), jnp.float32), jnp.ones((2, 8))
+    assert "rmsnorm" in [entry.becomes for entry in cute_ops_jax.fuse.report(function, *args).replaced]
+    both = [cute_ops_jax.fuse(function), function]
+    same(*(jax.jit(jax.value_and_grad(lambda *a, f=f: jnp.sin(f(*a)).sum(), (0, 1)))(*args) for f in both))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_groups_that_no_epilogue_has_are_left_out(dtype: str) -> None:
