@@ -43,38 +43,45 @@ _SHARED: dict[Any, tuple[tuple[str, Any], ...]] = {}
 
 
 class Layers(NamedTuple):
-    """The names of an MLP's parts in their module.
+    """An MLP's parts in their module.
 
     Attributes:
-        up, act, down: the first layer, the activation, and the second layer.
+        up, down: the names of the first and the second layer.
+        act: the activation: a module, or one of torch's functions.
         dropout: what drops elements between them: modules, or the attribute that is the probability.
     """
 
     up: str
-    act: str
+    act: Step
     down: str
     dropout: tuple[Step, ...] = ()
 
 
 def _layers_of(module: nn.Module, steps: tuple[Step, ...]) -> Layers | None:
     """The MLP that these steps of a module's ``forward`` are; None where they are anything else."""
-    called = [step for step in steps if step.kind == "call"]
+    if len(steps) < 3 or steps[0].kind != "call" or steps[-1].kind != "call":
+        return None
+    up, act, down = steps[0].name, steps[1], steps[-1].name
+    if not (_is_linear(getattr(module, up, None)) and _is_linear(getattr(module, down, None))):
+        return None
+    if act.kind != "act" and not (act.kind == "call" and _may_be_known(getattr(module, act.name, None))):
+        return None
     between = [step for step in steps[2:-1] if step.kind != "cast"]
-    if len(steps) < 3 or [step.kind for step in (*steps[:2], steps[-1])] != ["call"] * 3:
-        return None
-    up, act, down = called[0].name, called[1].name, called[-1].name
-    parts: list[Any] = [getattr(module, name, None) for name in (up, act, down)]
-    if not (_is_linear(parts[0]) and _is_linear(parts[2]) and isinstance(parts[1], nn.Module) and learn(parts[1])):
-        return None
     if not all(_drops_out(module, step) for step in between):
         return None
     casts = [step.name for step in steps if step.kind == "cast"]
     return Layers(up, act, down, tuple(between)) if casts in ([], [down]) else None
 
 
+def _may_be_known(act: Any) -> bool:
+    return isinstance(act, nn.Module) and learn(act) is not None
+
+
 def _drops_out(module: nn.Module, step: Step) -> bool:
     """Whether a step between layers is a dropout, of a module or of a function, or a module in place of one."""
-    return step.kind != "call" or type(getattr(module, step.name, None)) in _DROPOUTS
+    if step.kind == "call":
+        return type(getattr(module, step.name, None)) in _DROPOUTS
+    return step.kind == "dropout"
 
 
 def _is_linear(layer: Any) -> bool:
@@ -105,13 +112,13 @@ def run(module: nn.Module, layers: Layers, x: Tensor) -> Tensor | None:
     """The output of a module's MLP for ``x``; None where the statements of its ``forward`` are to run."""
     if not is_plain(x) or any(_drops(module, step) for step in layers.dropout):
         return None
-    parts = module._modules
-    return run_parts(parts.get(layers.up), parts.get(layers.act), parts.get(layers.down), x)
+    parts, act = module._modules, layers.act
+    activation = act.name if act.kind == "act" else activation_of(parts.get(act.name))
+    return run_parts(parts.get(layers.up), activation, parts.get(layers.down), x)
 
 
-def run_parts(up: Any, act: Any, down: Any, x: Tensor) -> Tensor | None:
+def run_parts(up: Any, activation: str | None, down: Any, x: Tensor) -> Tensor | None:
     """``down(act(up(x)))`` by one op; None where a layer is not what the op takes, or is looked at."""
-    activation = activation_of(act)
     first, second = _parameters(up), _parameters(down)
     if activation is None or first is None or second is None or first[2] != second[2] or not x.ndim:
         return None
@@ -275,7 +282,7 @@ def _of_two_modules(layer: Any, original: Any, attention_output: Tensor) -> Any:
     up, output = layer.intermediate, layer.output
     if not is_plain(attention_output):
         return original(attention_output)
-    found = run_parts(up.dense, up.intermediate_act_fn, output.dense, attention_output)
+    found = run_parts(up.dense, activation_of(up.intermediate_act_fn), output.dense, attention_output)
     if found is None:
         return original(attention_output)
     found = output.dropout(found)
@@ -291,7 +298,7 @@ def _in_sequence(self: nn.Sequential, input: Any) -> Any:
     parts, place = [*self], 0
     while place < len(parts):
         down = _down_of(parts, place) if isinstance(input, Tensor) and is_plain(input) else 0
-        found = run_parts(parts[place], parts[place + 1], parts[down], input) if down else None
+        found = run_parts(parts[place], activation_of(parts[place + 1]), parts[down], input) if down else None
         input, place = (parts[place](input), place + 1) if found is None else (found, down + 1)
     return input
 

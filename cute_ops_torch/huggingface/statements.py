@@ -1,7 +1,8 @@
 """Statements of a ``forward`` that apply one module after another to a value, and a ``forward`` with a call in place.
 
-``x = self.act(self.fc1(x))`` and ``x = self.fc2(x)`` are such statements, with dropout as a function and T5's cast to a
-weight's dtype. A class may have them as its whole ``forward``, as ViT's MLP, or among others, as a layer of Whisper.
+``x = self.act(self.fc1(x))`` and ``x = self.fc2(x)`` are such statements, with torch's functions for activations and
+dropout, and T5's cast to a weight's dtype. A class may have them as its whole ``forward``, as ViT's MLP, or among
+others, as a layer of Whisper.
 """
 
 from __future__ import annotations
@@ -13,10 +14,14 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn import functional
 
 from cute_ops_torch.huggingface.match import Forward
 from cute_ops_torch.huggingface.source import DEFINITION, copied, definition, unify
 
+_ACTIVATIONS: dict[Any, str] = {
+    functional.gelu: "gelu", functional.silu: "silu", functional.relu: "relu", torch.relu: "relu",
+}  # fmt: skip
 # T5 keeps a weight in float32 when its model is narrower.
 _CAST = """
 if (
@@ -29,8 +34,8 @@ if (
 
 
 class Step(NamedTuple):
-    """A step of a value: a ``call`` of the module of this name, ``dropout`` with the attribute of this name as
-    its probability, or a ``cast`` to the dtype of that module's weight.
+    """A step of a value: a ``call`` of the module of this name, torch's activation (``act``) of this name, ``dropout``
+    with the attribute of this name as its probability, or a ``cast`` to the dtype of that module's weight.
     """
 
     kind: str
@@ -174,16 +179,27 @@ def _of_value(value: ast.expr, me: str, scope: dict[str, Any]) -> tuple[str, lis
     owner = value.func.value if isinstance(value.func, ast.Attribute) else None
     if isinstance(owner, ast.Name) and owner.id == me:
         step = Step("call", value.func.attr) if len(value.args) == 1 and not value.keywords else None  # type: ignore[attr-defined]
-    elif _is_dropout(value.func, scope) and len(value.args) == 1:
-        given = {k.arg: ast.unparse(k.value) for k in value.keywords}
-        name = given.get("p", "").rpartition(".")[2]
-        step = Step("dropout", name) if given == {"p": f"{me}.{name}", "training": f"{me}.training"} else None
+    elif len(value.args) == 1:
+        given = {str(k.arg): ast.unparse(k.value) for k in value.keywords}
+        step = _of_function(_meant(value.func, scope), given, me)
     return None if inner is None or step is None else (inner[0], [*inner[1], step])
 
 
-def _is_dropout(function: ast.expr, scope: dict[str, Any]) -> bool:
+def _of_function(function: Any, given: dict[str, str], me: str) -> Step | None:
+    """The step of a call of one of torch's functions with these arguments behind the first; None of another call."""
+    if function is functional.dropout:
+        name = given.get("p", "").rpartition(".")[2]
+        return Step("dropout", name) if given == {"p": f"{me}.{name}", "training": f"{me}.training"} else None
+    if function is functional.gelu and given == {"approximate": "'tanh'"}:
+        return Step("act", "gelu_tanh")
+    name = _ACTIVATIONS.get(function, "") if callable(function) else ""
+    return Step("act", name) if name and not given else None
+
+
+def _meant(function: ast.expr, scope: dict[str, Any]) -> Any:
+    """The object that a dotted name refers to; None where there is none."""
     first, *names = ast.unparse(function).split(".")
     found = scope.get(first)
     for name in names:
         found = getattr(found, name, None)
-    return found is torch.nn.functional.dropout
+    return found

@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.nn.functional import silu
 
 import cute_ops_torch
 from cute_ops_torch.huggingface import plain_mlp, statements
@@ -324,6 +326,75 @@ def test_mlps_of_sequences(seed: int, ran: list[str]) -> None:
     assert evaluated - 1 <= runs <= evaluated
     cute_ops_torch.unpatch(model)
     torch.testing.assert_close(looked_at, results(model, inputs, False), rtol=1e-4, atol=1e-4)
+
+
+class Functions(nn.Module):
+    """Activations that are functions, in the ``forward`` of each class derived from this."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.drop, self.approximate = nn.Linear(12, 20), nn.Linear(20, 8), nn.Dropout(0.0), "tanh"
+
+
+class OfGELU(Functions):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.drop(F.gelu(self.a(x))))
+
+
+class OfTanhGELU(Functions):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(nn.functional.gelu(self.a(x), approximate="tanh"))
+
+
+class OfSiLU(Functions):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = silu(self.a(x))
+        x = self.drop(x)
+        x = self.b(x)
+        return x
+
+
+class OfReLU(Functions):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.drop(torch.relu(self.a(x))))
+
+
+class OfTwo(Functions):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(F.relu(F.silu(self.a(x))))
+
+
+class OfAnother(Functions):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(F.leaky_relu(self.a(x)))
+
+
+class OfASetting(Functions):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(F.gelu(self.a(x), approximate=self.approximate))
+
+
+@pytest.mark.parametrize(("kind", "name"), [
+    (OfGELU, "gelu"), (OfTanhGELU, "gelu_tanh"), (OfSiLU, "silu"), (OfReLU, "relu"), (OfTwo, ""), (OfAnother, ""),
+    (OfASetting, ""),
+])  # fmt: skip
+def test_activations_that_are_functions(
+    kind: type[Functions], name: str, ran: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, inputs = nn.ModuleDict({"norm": nn.LayerNorm(8), "mlp": Wrapped(kind())}), {"x": torch.randn(3, 12)}
+    mlp: Any = model["mlp"]
+    expected = [results(mlp, inputs, train) for train in (False, True)]
+    cute_ops_torch.patch(model)
+    check(mlp, inputs, expected)
+    assert ran == ([name] * 2 if name else [])
+    ran.clear()
+    mlp.inner.drop.p = 0.5
+    results(mlp, inputs, True)
+    assert ran == ([name] if kind is OfTanhGELU else [])  # which calls no dropout
+    monkeypatch.setattr(f"{__name__}.silu", torch.tanh)  # a global that a forward reads
+    changed = results(mlp, inputs, False)
+    cute_ops_torch.unpatch(model)
+    torch.testing.assert_close(changed, results(mlp, inputs, False), rtol=1e-4, atol=1e-4)
 
 
 def test_steps_of_statements() -> None:
