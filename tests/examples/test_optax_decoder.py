@@ -38,7 +38,8 @@ def test_losses_agree_and_fall(options: str, capsys: pytest.CaptureFixture[str])
     for first, last in losses:
         assert first == pytest.approx(6.238, abs=0.3)  # untrained: nearly uniform over 512 tokens
         assert last < first - 0.3
-    assert re.search(r"ours: \d\.\d\d x XLA's tokens/s", out)
+    on_gpu = jax.default_backend() == "gpu"
+    assert re.search(r"ours: \d\.\d\d x XLA's tokens/s" if on_gpu else "No GPU here: .* tokens/s say nothing", out)
 
 
 @pytest.mark.slow
