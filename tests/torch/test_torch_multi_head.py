@@ -64,7 +64,9 @@ def drawn(seed: int, dtype: torch.dtype) -> tuple[nn.MultiheadAttention, list[Te
         options["key_padding_mask"] = mask(*((batch, keys) if batched else (keys,)))
     shape = rng.choice(((), (queries, keys), ((batch if batched else 1) * HEADS, queries, keys), "causal"))
     if shape == "causal":
-        options |= {"attn_mask": torch.ones(queries, keys, dtype=torch.bool).triu(1), "is_causal": rng.random() < 0.7}
+        hidden = torch.ones(queries, keys, dtype=torch.bool).triu(1)
+        added = torch.zeros(queries, keys, dtype=dtype).masked_fill(hidden, -math.inf)
+        options |= {"attn_mask": added if floats else hidden, "is_causal": rng.random() < 0.7}
     elif shape:
         options["attn_mask"] = mask(*shape)
     return module, [query, key, value], options
