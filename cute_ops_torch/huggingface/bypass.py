@@ -15,12 +15,13 @@ import sys
 import types
 from collections.abc import Callable, Mapping
 from functools import lru_cache, wraps
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
 from torch import nn
 
+from cute_ops_torch.composite.constant import constant
 from cute_ops_torch.huggingface.match import Forward, innermost, rewrap, with_own_code
 from cute_ops_torch.library.modes import EXACT, transforms_active
 from cute_ops_torch.library.supported import DTYPES as _DTYPES
@@ -28,6 +29,7 @@ from cute_ops_torch.library.supported import takes as takes
 
 log = logging.getLogger("cute_ops")
 _LINEAR = nn.Linear.forward
+_METHODS = (types.FunctionType, property, staticmethod, classmethod)
 # The module of the hooks by which Hugging Face keeps outputs.
 CAPTURES = "transformers.utils.output_capturing"
 
@@ -71,10 +73,10 @@ def _returns_tuple(model: Any, given: Mapping[str, Any]) -> bool:
 
 def _unchanged(original: type[nn.Module]) -> Callable[[], bool]:
     """A function that says whether a class has the ``forward`` that it has now, and that the functions that it has."""
-    plain, reads_the_same = original.forward, reads(original.forward)
-    if reads_the_same is _always:
+    plain, reads_the_same, calls_the_same = original.forward, reads(original.forward), methods(original)
+    if reads_the_same is calls_the_same is _always:
         return lambda: original.forward is plain
-    return lambda: original.forward is plain and reads_the_same()
+    return lambda: original.forward is plain and reads_the_same() and calls_the_same()
 
 
 def _always() -> bool:
@@ -118,6 +120,39 @@ def read_globals(function: Any) -> dict[str, Any]:
 def _globals_of(code: types.CodeType) -> set[str]:
     """The names of globals that code reads; `co_names` has those of attributes, too."""
     return {each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"}
+
+
+def methods(cls: Any) -> Callable[[], bool]:
+    """A function that says whether a class has the methods and properties that it has now, of those that its
+    ``forward`` calls, directly or by one another. PyTorch's own do not count.
+    """
+    names = _methods_of(cls)
+    if not names:
+        return _always
+    find = attrgetter(*names)
+    known = find(cls)
+
+    @constant
+    def same() -> bool:
+        return bool(find(cls) == known)
+
+    return same
+
+
+def _methods_of(cls: Any) -> tuple[str, ...]:
+    found, pending = set[str](), [getattr(inspect.unwrap(cls.forward), "__code__", None)]
+    while pending:
+        code = pending.pop()
+        if code is None:
+            continue
+        pending += [each for each in code.co_consts if isinstance(each, types.CodeType)]
+        for name in {*code.co_names} - found:
+            value = inspect.getattr_static(cls, name, None)
+            if isinstance(value, _METHODS) and not hasattr(nn.Module, name):
+                found.add(name)
+                function: Any = getattr(value, "fget", None) or getattr(value, "__func__", value)
+                pending.append(getattr(inspect.unwrap(function), "__code__", None))
+    return tuple(sorted(found))
 
 
 def declined(module: nn.Module, *tensors: torch.Tensor | None) -> Any:

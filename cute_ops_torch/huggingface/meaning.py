@@ -23,7 +23,7 @@ from cute_ops.fusion.analyse import Found, analyse
 from cute_ops.fusion.graph import Node
 from cute_ops_torch import functions
 from cute_ops_torch.huggingface import recorded_meanings, residual_norm
-from cute_ops_torch.huggingface.bypass import calls, declined, takes
+from cute_ops_torch.huggingface.bypass import calls, declined, methods, takes
 from cute_ops_torch.huggingface.match import Forward, Replacement, innermost, named_as
 from cute_ops_torch.huggingface.residual_norm import Norm
 from cute_ops_torch.huggingface.trial import (
@@ -269,7 +269,7 @@ def _forward(
     function = getattr(functions, meaning.op)
     attrs, arguments = dict(meaning.attrs), dict(meaning.tensors)
     layers = {*arguments.values(), meaning.last} - {""}
-    others = tuple((name, cls) for name, cls in types.items() if name and name not in layers)
+    others = tuple((name, cls, methods(cls)) for name, cls in types.items() if name and name not in layers)
     places = ((name.rpartition("."), value) for name, value in state.items())
     checked = tuple((owner, key, value) for (owner, _, key), value in places if owner not in layers)
 
@@ -277,10 +277,12 @@ def _forward(
         for owner, key, value in checked:
             if getattr(_within(self, owner), key, None) != value:
                 return False
-        for name, cls in others:
+        for name, cls, calls_the_same in others:
             child = _within(self, name)
             kind = type(child)
             if getattr(kind, "_cute_original", kind) is not cls or not calls(child, kind.forward):
+                return False
+            if not calls_the_same():
                 return False
         return True
 

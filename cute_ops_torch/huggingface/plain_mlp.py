@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from cute_ops_torch.composite.block import mlp
-from cute_ops_torch.huggingface.bypass import calls, is_plain, is_plain_linear, parameter, takes
+from cute_ops_torch.huggingface.bypass import calls, is_plain, is_plain_linear, methods, parameter, takes
 from cute_ops_torch.huggingface.match import Forward, Replacement, innermost, named_as, rebind
 from cute_ops_torch.huggingface.meaning import checked_meaning, state_of
 from cute_ops_torch.huggingface.mlp import approximation
@@ -38,8 +38,9 @@ _DIGESTS = {"2bdc4d94c9296936": "silu", "264bef87d559fca3": "quick_gelu", "4587a
 _ACTIVATIONS: dict[Forward | tuple[type, Forward], str] = {
     nn.SiLU.forward: "silu", nn.ReLU.forward: "relu", nn.GELU.forward: _APPROXIMATE,
 }  # fmt: skip
-# The attributes of their classes then.
+# The attributes of their classes then, and whether their classes have the methods that they had.
 _SHARED: dict[Any, tuple[tuple[str, Any], ...]] = {}
+_CALLS_THE_SAME: dict[Any, Callable[[], bool]] = {}
 
 
 class Layers(NamedTuple):
@@ -169,6 +170,8 @@ def activation_of(act: Any) -> str | None:
         return None
     if any(getattr(act, key, None) != value for key, value in _SHARED.get((original, forward), ())):
         return None
+    if (original, forward) in _CALLS_THE_SAME and not _CALLS_THE_SAME[original, forward]():
+        return None
     if name != _APPROXIMATE:
         return name
     return {"tanh": "gelu_tanh", "none": "gelu", None: None}[approximation(act)]
@@ -186,6 +189,7 @@ def learn(act: nn.Module) -> str | None:
         elif name := _written_out(act):
             shared = attributes_of_class(kind).items()  # others than plain ones it has not read
             _ACTIVATIONS[kind, forward] = name
+            _CALLS_THE_SAME[kind, forward] = methods(kind)
             _SHARED[kind, forward] = tuple((key, value) for key, value in shared if is_comparable(value))
         else:
             return None

@@ -469,6 +469,106 @@ def test_what_a_forward_reads_elsewhere_may_change(how: str, monkeypatch: pytest
     torch.testing.assert_close(model[1](x), 3 * before)
 
 
+def normalised(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+
+
+class WithMethods(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.rand(N))
+
+    def method(self, x: torch.Tensor) -> torch.Tensor:
+        return normalised(x)
+
+    def by_another(self, x: torch.Tensor) -> torch.Tensor:
+        return self.method(x)
+
+    @staticmethod
+    def static(x: torch.Tensor) -> torch.Tensor:
+        return normalised(x)
+
+    @classmethod
+    def of_the_class(cls, x: torch.Tensor) -> torch.Tensor:
+        return cls.static(x)
+
+    @property
+    def as_property(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        return normalised
+
+
+class CallsAMethod(WithMethods):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.method(x) * self.gain
+
+
+class CallsByAnother(WithMethods):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.by_another(x) * self.gain
+
+
+class CallsAStaticMethod(WithMethods):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.static(x) * self.gain
+
+
+class CallsOfTheClass(WithMethods):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.of_the_class(x) * self.gain
+
+
+class ReadsAProperty(WithMethods):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.as_property(x) * self.gain
+
+
+class SquaredReLU(nn.Module):
+    def method(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.square(torch.relu(x))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.method(x)
+
+
+class SiLUByMethod(SquaredReLU):
+    def method(self, x: torch.Tensor) -> torch.Tensor:
+        return F.silu(x)
+
+
+CHANGED: dict[str, tuple[Callable[[], nn.Module], type, str, Any, str]] = {
+    "method": (CallsAMethod, WithMethods, "method", lambda self, x: 2 * x, "rmsnorm"),
+    "by another": (CallsByAnother, WithMethods, "method", lambda self, x: 2 * x, "rmsnorm"),
+    "of a derived class": (CallsByAnother, CallsByAnother, "method", lambda self, x: 2 * x, "rmsnorm"),
+    "static": (CallsAStaticMethod, WithMethods, "static", staticmethod(lambda x: 2 * x), "rmsnorm"),
+    "class": (CallsOfTheClass, WithMethods, "of_the_class", classmethod(lambda cls, x: 2 * x), "rmsnorm"),
+    "property": (ReadsAProperty, WithMethods, "as_property", property(lambda self: torch.sin), "rmsnorm"),
+    "activation": (SquaredReLU, SquaredReLU, "method", lambda self, x: 2 * x, "relu2"),
+    "activation of a layer": (
+        lambda: nn.Sequential(nn.Linear(N, 24), SquaredReLU(), nn.Linear(24, N)), SquaredReLU, "method",
+        lambda self, x: 2 * x, "mlp",
+    ),
+    "activation of a gate": (
+        lambda: MLP(False, SiLUByMethod()), SiLUByMethod, "method", lambda self, x: 2 * x, "silu_mul",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("how", CHANGED)
+def test_methods_of_a_class_may_change(how: str, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, cls, name, method, op = CHANGED[how]
+    model, x = nn.Sequential(make()), torch.randn(3, N)
+    want = model(x)
+    assert op in {each.op for each in cute_ops_torch.patch(model)}
+    torch.testing.assert_close(model(x), want)
+    monkeypatch.setattr(cls, name, method, raising=False)
+    torch._dynamo.reset()
+    got = (torch.compile(model, backend="eager", fullgraph=True) if compiled else model)(x)
+    cute_ops_torch.unpatch(model)
+    torch.testing.assert_close(got, model(x))
+    assert not torch.allclose(got, want, atol=1e-2)
+
+
 def test_a_class_of_activations_may_change() -> None:
     class Bent(nn.Module):
         approximate = "none"
