@@ -21,6 +21,8 @@ def main(arguments: list[str] | None = None) -> list[float]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20)
     options = parser.parse_args(arguments)
+    if "RANK" not in os.environ:
+        parser.error("ranks are started by torchrun --nproc-per-node 2 examples/gallery/fsdp2.py")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

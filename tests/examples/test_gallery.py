@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import equinox_decoder
+import fsdp2
 import jax_mesh
 import lora
 import nanogpt
@@ -83,6 +84,13 @@ def test_shards_learn_what_the_whole_learns(devices: str) -> None:
     first, *_, last = nanogpt.main(["--steps", "3"])
     said = [float(loss) for loss in re.findall(r"loss (\S+) nats per byte on 2 ranks", done.stdout)]
     assert said == pytest.approx([first, last], abs=5e-3)  # by PyTorch's AdamW, which rounds otherwise than ours
+
+
+def test_ranks_are_started_by_torchrun(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit):
+        fsdp2.main([])
+    assert "started by torchrun --nproc-per-node 2 examples/gallery/fsdp2.py" in capsys.readouterr().err
 
 
 @pytest.mark.slow
