@@ -8,7 +8,7 @@ value, from where on, and until when: values that are written to, and those of a
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import takewhile
 from typing import Any, NamedTuple
 
@@ -21,7 +21,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from cute_ops.fusion.graph import FLOATS, Graph
 from cute_ops.fusion.graph import Node as Value
 from cute_ops.fusion.named import MODE
-from cute_ops_torch.inductor.attention_mask import known_value
+from cute_ops_torch.inductor import masked_attention
+from cute_ops_torch.inductor.attention_mask import known_value, sides_of
 from cute_ops_torch.inductor.effects import (
     DROPOUT,
     MODES,
@@ -71,9 +72,11 @@ class DynamoFront(Front):
         written: by storage the places at which it is written to.
         barriers: places of nodes that others must not be moved across.
         mode: by node the mode in which it runs; 0 is the one in which the graph begins.
+        attentions: by value the calls of torch's attention that are read as what they compute; those that are to stay
+            ``whole`` are not.
     """
 
-    def __init__(self, module: GraphModule, exact: bool = False) -> None:
+    def __init__(self, module: GraphModule, exact: bool = False, whole: Collection[Node] = ()) -> None:
         self.holders: dict[Value, list[Holder]] = defaultdict(list)
         self.place: dict[Node, int] = {}
         self.written: dict[int, list[int]] = defaultdict(list)
@@ -91,6 +94,8 @@ class DynamoFront(Front):
         self._devices: set[torch.device] = set()
         self._transforms = False  # whether one of torch.func's has begun
         self._initial = _initial_mode(module)
+        self.attentions: dict[Value, Node] = {}
+        self._whole = whole
         super().__init__(module, Graph(exact))
         self.graph.outputs += self._effects
 
@@ -241,12 +246,26 @@ class DynamoFront(Front):
             args, kwargs = _specialized((args, kwargs))  # an epsilon, of whose value alone the graph then is
         if name in _PRODUCTS:
             args = _in_one_dtype(self.graph, name, args, dtype_of(value))
+        if name == "scaled_dot_product_attention":
+            return self._attention(node, args, kwargs, value)
         translate = _TRANSLATIONS.get(name)
         if translate is not None:
             return translate(self, args, kwargs, value)
         if name in _WITH_DTYPE:
             args, kwargs = _cast_first(self.graph, name, args, kwargs, value)
         return self._of_name(_ATEN.get(name, name), args, kwargs, value)
+
+    def _attention(self, node: Node, args: Any, kwargs: Any, value: torch.Tensor) -> Value | None:
+        """Attention with a mask that does not follow from sizes alone."""
+        given, nodes = (dict(zip(masked_attention.NAMES, each, strict=False)) for each in (args, node.args))
+        mask = (nodes | node.kwargs).get("attn_mask")
+        if self.graph.exact or node in self._whole or not isinstance(mask, Node):
+            return None
+        if sides_of(self._module.graph, mask, node) is not None:
+            return None
+        made = masked_attention.write_out(self.graph, given | kwargs, self.known)
+        self.attentions |= {} if made is None else {made: node}
+        return made
 
     def _arguments(self, given: Iterable[Any], kinds: set[type]) -> tuple[Any, ...]:
         """Arguments with values in place of nodes; the types of others than values and constants are noted."""

@@ -22,7 +22,7 @@ from cute_ops_torch.inductor.rewrite import Part, Rewritten
 # What computes nothing, or is named where it matters.
 _SILENT = (MODE, "what is written in place", "getitem")
 _WHY = {
-    "scaled_dot_product_attention": "ours takes 16 bits, no dropout and no mask but a window of known sizes, on a GPU",
+    "scaled_dot_product_attention": "ours takes 16 bits, no dropout, no mask that is an array of all scores, on a GPU",
     "cross_entropy": "it has weights or labels of its own kind, or its logits are written to later",
     "embedding": "its table is not trained, or has options that ours lacks",
     "multi_head_attention_forward": "its weights are read or dropped, it adds keys of its own, or it is not in 16 bits",

@@ -25,6 +25,7 @@ from cute_ops_torch.inductor.dynamo import DynamoFront, Holder, sweep
 from cute_ops_torch.inductor.effects import example, storage_of, written_by
 from cute_ops_torch.inductor.emit import Call, Emitter, Refused
 from cute_ops_torch.inductor.fx import hint
+from cute_ops_torch.inductor.masked_attention import has_dense_mask
 from cute_ops_torch.inductor.strides import lie_alike, relaid, relay, same_sizes
 
 
@@ -111,6 +112,10 @@ def rewrite(module: GraphModule, choosing: Choosing, exact: bool = False) -> Rew
         with without_collections():
             front = DynamoFront(module, exact)
             analysis, layers, expressions, stay = chosen_in(front, choosing, exact)
+            if whole := _left_whole(front, layers):
+                front = DynamoFront(module, exact, whole)
+                analysis, layers, expressions, stay = chosen_in(front, choosing, exact)
+            layers = [(_of_torch(found, front), choice) for found, choice in layers]
     except Exception as error:
         raise Unreadable(f"{type(error).__name__}: {error}") from error
     work, parts = Rewriting(module, front, choosing), []
@@ -132,6 +137,21 @@ def rewrite(module: GraphModule, choosing: Choosing, exact: bool = False) -> Rew
 
 
 Chosen = tuple[Analysis, Layers[Choice], Expressions[Choice], dict[Value, str]]
+
+
+def _left_whole(front: DynamoFront, layers: Layers[Choice]) -> list[Node]:
+    """The calls of torch's attention that were read as what they compute, and that ours does not take the place of: it
+    does not compute them, or has to read a mask of queries and keys, as torch's kernels do.
+    """
+    ours = (found for found, choice in layers if choice.kind and found.name == "attention")
+    replaced = {found.roots[0] for found in ours if not has_dense_mask(found.attrs["reads"])}
+    return [node for value, node in front.attentions.items() if value not in replaced]
+
+
+def _of_torch(found: Composite, front: DynamoFront) -> Composite:
+    """A call of torch's attention gives zeros to a query without keys, as ours does."""
+    called = found.roots[0] in front.attentions
+    return found._replace(attrs={**found.attrs, "unknown": False}) if called else found
 
 
 def chosen_in(front: Reading, choosing: Choosing, exact: bool) -> Chosen:
