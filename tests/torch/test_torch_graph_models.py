@@ -78,7 +78,7 @@ MODELS = {
         "decoder_start_token_id": 0, "use_cache": False,
     }, {
         "rmsnorm": 2, "fused": 3, "linear_add_rmsnorm": 6, "add_rmsnorm": 3, "mlp": 4, "cross_entropy": 1,
-        "embedding": 4,
+        "embedding": 4, "attention_mask": 2,
     }),
     "ViT": Case("ViTConfig", "ViTForImageClassification", IMAGE, VISION),
     "DINOv2": Case("Dinov2Config", "Dinov2ForImageClassification", IMAGE, VISION),
