@@ -32,6 +32,7 @@ from cute_ops_torch.inductor.strides import lie_alike, relaid, relay, same_sizes
 
 _HALVES = (torch.bfloat16, torch.float16)
 WRITTEN_OUT = (F.multi_head_attention_forward, torch._transformer_encoder_layer_fwd)
+_PADDING = 1  # the type of a layer's mask of the batch and keys
 _ARGUMENTS = inspect.signature(F.multi_head_attention_forward)
 # Arguments that ours lacks.
 _OTHERS = ("bias_k", "bias_v", "add_zero_attn", "static_k", "static_v")
@@ -70,10 +71,19 @@ def _write_layer(graph: Graph, node: Node) -> bool:
         return False
     given: Any = node.args
     layer, made = Layer(*given), value_of(node)
-    sides = ALL if layer.mask is None else sides_of(graph, layer.mask, node)
+    sides = ALL if layer.mask is None else _sides_of_layer(graph, layer, node)
     if made is None or made.dtype not in _HALVES or not _are_plain(node) or sides not in (ALL, CAUSAL):
         return False
     return _put(graph, node, lambda given: encoder_layer(given, sides == CAUSAL), layer._replace(mask=None))
+
+
+def _sides_of_layer(graph: Graph, layer: Layer, node: Node) -> tuple[int, int] | None:
+    """The band of a layer's mask. One of padding has a row for each element of the batch, whatever these rows look
+    like; one of booleans says the opposite of that of torch's attention.
+    """
+    mask, sides = value_of(layer.mask), sides_of(graph, layer.mask, node)
+    is_added = mask is not None and mask.is_floating_point()
+    return sides if is_added and (layer.mask_type != _PADDING or sides == ALL) else None
 
 
 class Layer(NamedTuple):

@@ -156,6 +156,21 @@ class Encoder(nn.Module):
         return self.layers(x, src_key_padding_mask=padding) if self.mask == "padding" else self.layers(x)
 
 
+def test_padding_that_looks_causal() -> None:
+    """Padding of as many elements as keys, which hides more keys of each element than of the one behind it."""
+    torch.manual_seed(3)
+    layer = nn.TransformerEncoderLayer(E, HEADS, 48, batch_first=True, dtype=torch.bfloat16).eval()
+    x = torch.randn(6, 6, E).bfloat16()
+
+    def run(x: Tensor) -> Tensor:
+        result: Tensor = layer(x, src_key_padding_mask=torch.ones(6, 6, dtype=torch.bool).triu(1))
+        return result
+
+    with torch.no_grad():
+        made = torch.compile(run, backend=only_the_pass, fullgraph=True)(x)
+        assert (made - run(x)).abs().max() < 0.1
+
+
 @pytest.mark.slow
 @pytest.mark.drawn(0.5)
 @pytest.mark.parametrize("mode", ["training", "evaluation", "without gradients"])
