@@ -72,7 +72,7 @@ def test_captured_arrays_may_have_any_name(form: str) -> None:
     words |= {*(first.finish.defaults if first.finish else ())}
     words |= {"Ellipsis", "TypeError", "ctx", "bias", "\u03b1", "captured1"}
     for word in words - {"q", "k"}:
-        for names in ((word, f"d{word}"), (f"d{word}", word), (word, "captured0")):
+        for names in ((word, f"d{word}"), (f"d{word}", word), (word, "captured0"), (word, "dcaptured0")):
             op = op_of(_reading(*names), captured=dict.fromkeys(names, Array((4, 9), "float32")), form=form)
             assert len(op.inputs) == len(first.inputs)
 

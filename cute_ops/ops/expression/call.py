@@ -151,7 +151,7 @@ def names_of_inputs(names: Sequence[str], taken: re.Pattern[str], other: str) ->
     return [
         name
         if name.isascii() and name.isidentifier() and names.count(name) == 1 and name not in gradients
-        and not taken.fullmatch(name) and not re.fullmatch(rf"{other}\d+", name)
+        and not taken.fullmatch(name) and not re.fullmatch(rf"d?{other}\d+", name)
         else f"{other}{i}"
         for i, name in enumerate(names)
     ]  # fmt: skip
