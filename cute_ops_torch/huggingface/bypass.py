@@ -15,6 +15,7 @@ import sys
 import types
 from collections.abc import Callable, Mapping
 from functools import lru_cache, wraps
+from itertools import product
 from operator import attrgetter, itemgetter
 from typing import Any
 
@@ -126,21 +127,24 @@ def methods(cls: Any) -> Callable[[], bool]:
     """A function that says whether a class has the methods and properties that it has now, of those that its
     ``forward`` calls, directly or by one another. PyTorch's own do not count.
     """
-    names = _methods_of(cls)
-    if not names:
+    names, above = _methods_of(cls)
+    if not names and not above:
         return _always
-    find = attrgetter(*names)
+    find = attrgetter("forward", *names)
     known = find(cls)
 
     @constant
     def same() -> bool:
-        return bool(find(cls) == known)
+        return bool(find(cls) == known) and all(vars(base).get(name) is value for base, name, value in above)
 
     return same
 
 
-def _methods_of(cls: Any) -> tuple[str, ...]:
-    found, pending = set[str](), [getattr(inspect.unwrap(cls.forward), "__code__", None)]
+def _methods_of(cls: Any) -> tuple[tuple[str, ...], tuple[tuple[type, str, Any], ...]]:
+    """The names of a class's methods that its ``forward`` calls; and those of its bases that ``super()`` finds."""
+    found, above = set[str](), dict[tuple[type, str], Any]()
+    pending = [getattr(inspect.unwrap(cls.forward), "__code__", None)]
+    bases = [base for base in cls.__mro__[1:] if not base.__module__.startswith("torch.")]
     while pending:
         code = pending.pop()
         if code is None:
@@ -150,9 +154,18 @@ def _methods_of(cls: Any) -> tuple[str, ...]:
             value = inspect.getattr_static(cls, name, None)
             if isinstance(value, _METHODS) and not hasattr(nn.Module, name):
                 found.add(name)
-                function: Any = getattr(value, "fget", None) or getattr(value, "__func__", value)
-                pending.append(getattr(inspect.unwrap(function), "__code__", None))
-    return tuple(sorted(found))
+                pending.append(_code_of(value))
+        for base, name in product(bases if "super" in code.co_names else (), code.co_names):
+            value = vars(base).get(name)
+            if isinstance(value, _METHODS) and (base, name) not in above:
+                above[base, name] = value
+                pending.append(_code_of(value))
+    return tuple(sorted(found)), tuple((*place, value) for place, value in above.items())
+
+
+def _code_of(method: Any) -> types.CodeType | None:
+    function: Any = getattr(method, "fget", None) or getattr(method, "__func__", method)
+    return getattr(inspect.unwrap(function), "__code__", None)
 
 
 def declined(module: nn.Module, *tensors: torch.Tensor | None) -> Any:

@@ -29,7 +29,8 @@ _CONV1D = "39ef3e2036d6cce4"
 # BertLayer's `feed_forward_chunk`, and `forward` of both modules that it calls: a linear layer and an activation; then
 # a linear layer, dropout, and a norm of that and a residual.
 _BERT_CHUNK, _BERT_UP, _BERT_DOWN = "6bb29d0d5cade57e", "dc41afa55f1e5fd4", "db970be30eb7b719"
-_DROPOUTS = (nn.Dropout, nn.Identity)
+# By class, the `forward` that hands its input on unless it drops elements.
+_DROPOUTS: dict[Any, Forward] = {nn.Dropout: nn.Dropout.forward, nn.Identity: nn.Identity.forward}
 _APPROXIMATE = "approximate"
 # By the source of their `forward`: Hugging Face's SiLU, QuickGELU, and a module that calls its attribute `act`.
 _DIGESTS = {"2bdc4d94c9296936": "silu", "264bef87d559fca3": "quick_gelu", "4587a7e0c8fdf068": _APPROXIMATE}
@@ -142,7 +143,7 @@ def _drops(module: nn.Module, step: Step) -> bool:
 def _hands_on(dropout: Any) -> bool:
     """Whether calling a module returns its input: a dropout that drops nothing by now, or an ``Identity``."""
     kind: Any = type(dropout)
-    if kind not in _DROPOUTS or not calls(dropout, kind.forward):
+    if kind not in _DROPOUTS or not calls(dropout, _DROPOUTS[kind]):
         return False
     return kind is nn.Identity or not (dropout.training and dropout.p)
 
@@ -181,7 +182,7 @@ def learn(act: nn.Module) -> str | None:
     """:func:`activation_of` an activation, whose ``forward`` is known by identity from now on."""
     kind: Any = getattr(type(act), "_cute_original", type(act))
     forward = getattr(kind, "forward", None)
-    if forward is None:  # of a script module
+    if forward is None or kind.__call__ is not nn.Module.__call__:  # of a script module; or more than its forward runs
         return None
     if forward not in _ACTIVATIONS and (kind, forward) not in _ACTIVATIONS:
         if name := _DIGESTS.get(source_digest(forward) or ""):

@@ -67,7 +67,7 @@ def steps_of(function: Any) -> tuple[tuple[Step, ...], ...]:
     tree = definition(function) if isinstance(function, types.FunctionType) else None
     if tree is None or function.__code__.co_freevars:
         return ()
-    return tuple(dict.fromkeys(run.steps for run in _runs(tree, function.__globals__)))
+    return tuple(dict.fromkeys(run.steps for run in _runs(tree, _scope(function))))
 
 
 def with_call(function: Any, steps: tuple[Step, ...], call: Forward) -> Forward:
@@ -76,7 +76,7 @@ def with_call(function: Any, steps: tuple[Step, ...], call: Forward) -> Forward:
     """
     plain, tree = function, copied(definition(function))
     assert tree is not None  # it has steps
-    run = next(run for run in _runs(tree, plain.__globals__) if run.steps == steps)
+    run = next(run for run in _runs(tree, _scope(plain)) if run.steps == steps)
     me = plain.__code__.co_varnames[0]
     first = run.block[run.start]
     gives = f"{run.target} = _cute_found" if run.target else "return _cute_found"
@@ -103,6 +103,13 @@ def compiled(tree: ast.FunctionDef, plain: Any, names: dict[str, Forward]) -> Fo
     found.__defaults__, found.__kwdefaults__ = plain.__defaults__, plain.__kwdefaults__
     vars(found)[DEFINITION] = changed
     return found  # type: ignore[no-any-return]
+
+
+def _scope(function: Any) -> dict[str, Any]:
+    """The globals that a function may read: those that no parameter or local of it hides."""
+    code = function.__code__
+    own = {*code.co_varnames, *code.co_cellvars}
+    return {name: value for name, value in function.__globals__.items() if name not in own}
 
 
 def _runs(tree: ast.FunctionDef, scope: dict[str, Any]) -> Iterator[Run]:
@@ -134,7 +141,7 @@ def _read_later(tree: ast.FunctionDef, names: set[str], statements: list[ast.stm
     repeats = any(isinstance(node, ast.For | ast.While | ast.FunctionDef | ast.Lambda) for node in inner)
     end = 0 if repeats else statements[-1].lineno
     return any(
-        isinstance(node, ast.Name) and node.id in names and isinstance(node.ctx, ast.Load) and node.lineno > end
+        isinstance(node, ast.Name) and node.id in names and isinstance(node.ctx, ast.Load) and node.lineno >= end
         for node in inner if node not in within
     )  # fmt: skip
 
@@ -192,7 +199,7 @@ def _of_function(function: Any, given: dict[str, str], me: str) -> Step | None:
         return Step("dropout", name) if given == {"p": f"{me}.{name}", "training": f"{me}.training"} else None
     if function is functional.gelu and given == {"approximate": "'tanh'"}:
         return Step("act", "gelu_tanh")
-    name = _ACTIVATIONS.get(function, "") if callable(function) else ""
+    name = next((name for each, name in _ACTIVATIONS.items() if each is function), "")
     return Step("act", name) if name and not given else None
 
 

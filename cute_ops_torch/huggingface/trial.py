@@ -224,6 +224,8 @@ def _undoing(module: nn.Module) -> Iterator[Callable[[], bool]]:
         value = waiting.pop()
         if type(value) is torch.Tensor and not value.is_inference():
             yield partial(_write_back, value, value._version, value.detach().clone())
+        if isinstance(value, tuple):
+            waiting += value
         if isinstance(value, list | dict | set | deque) and id(value) not in known:
             known.add(id(value))
             yield partial(_give_back, value, value.copy())

@@ -535,8 +535,21 @@ class SiLUByMethod(SquaredReLU):
         return F.silu(x)
 
 
+class CallsItsBase(CallsAMethod):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
+class CallsTheMethodOfItsBase(CallsAMethod):
+    def method(self, x: torch.Tensor) -> torch.Tensor:
+        return super().method(x)
+
+
 CHANGED: dict[str, tuple[Callable[[], nn.Module], type, str, Any, str]] = {
     "method": (CallsAMethod, WithMethods, "method", lambda self, x: 2 * x, "rmsnorm"),
+    "forward of a base": (CallsItsBase, CallsAMethod, "forward", lambda self, x: 2 * x, "rmsnorm"),
+    "by the forward of a base": (CallsItsBase, WithMethods, "method", lambda self, x: 2 * x, "rmsnorm"),
+    "of a base": (CallsTheMethodOfItsBase, WithMethods, "method", lambda self, x: 2 * x, "rmsnorm"),
     "by another": (CallsByAnother, WithMethods, "method", lambda self, x: 2 * x, "rmsnorm"),
     "of a derived class": (CallsByAnother, CallsByAnother, "method", lambda self, x: 2 * x, "rmsnorm"),
     "static": (CallsAStaticMethod, WithMethods, "static", staticmethod(lambda x: 2 * x), "rmsnorm"),

@@ -6,6 +6,7 @@ import copy
 import random
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pytest
@@ -374,7 +375,43 @@ class OfASetting(Functions):
         return self.b(F.gelu(self.a(x), approximate=self.approximate))
 
 
+class OfAParameter(Functions):
+    def forward(self, x: torch.Tensor, silu: Callable[[torch.Tensor], torch.Tensor] = torch.tanh) -> torch.Tensor:
+        return self.b(silu(self.a(x)))
+
+
+class OfALocal(Functions):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        silu = torch.tanh
+        x = silu(self.a(x))
+        return self.b(x)
+
+
+class OfOneLine(Functions):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.a(x); y = self.b(silu(x)); return y + x.sum()  # fmt: skip  # noqa: E702
+
+
+@dataclass
+class Tanh:
+    """A function that has no hash."""
+
+    scale: float = 1.0
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.scale * x)
+
+
+tanh = Tanh()
+
+
+class OfAnObject(Functions):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(tanh(self.a(x)))
+
+
 @pytest.mark.parametrize(("kind", "name"), [
+    (OfAParameter, ""), (OfALocal, ""), (OfOneLine, ""), (OfAnObject, ""),
     (OfGELU, "gelu"), (OfTanhGELU, "gelu_tanh"), (OfSiLU, "silu"), (OfReLU, "relu"), (OfTwo, ""), (OfAnother, ""),
     (OfASetting, ""),
 ])  # fmt: skip
@@ -395,6 +432,30 @@ def test_activations_that_are_functions(
     changed = results(mlp, inputs, False)
     cute_ops_torch.unpatch(model)
     torch.testing.assert_close(changed, results(mlp, inputs, False), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", [nn.Dropout, nn.Identity])
+def test_classes_of_dropout_may_change(kind: Any, ran: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = nn.Sequential(nn.Linear(12, 20), nn.GELU(), kind(), nn.Linear(20, 8)).eval(), torch.randn(3, 12)
+    cute_ops_torch.patch(model)
+    monkeypatch.setattr(kind, "forward", lambda self, x: 2 * x)  # as dropout in evaluation does it
+    got = model(x)
+    cute_ops_torch.unpatch(model)
+    torch.testing.assert_close(got, model(x))
+    assert not ran
+
+
+class Called(nn.ReLU):
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().__call__(x)
+
+
+def test_activations_that_do_more_than_their_forward(ran: list[str]) -> None:
+    model, x = nn.Sequential(nn.LayerNorm(12), nn.Linear(12, 20), Called(), nn.Linear(20, 8)), torch.randn(3, 12)
+    want = model(x)
+    cute_ops_torch.patch(model)
+    torch.testing.assert_close(model(x), want)
+    assert not ran
 
 
 def test_steps_of_statements() -> None:
