@@ -216,7 +216,8 @@ rope_packed = _declare(
         cos: ``C[*#m r]``, as in :func:`rope`.
         sin: ``C[*#m r]``, likewise.
         heads: how many heads are rotated, the first ones; others pass through. It has to be given.
-        interleaved, inplace_backward: as in :func:`rope`.
+        interleaved: as in :func:`rope`.
+        inplace_backward: as in :func:`rope`.
 
     Returns:
         ``T[*m h d]``, compact; in place with ``out=x`` in PyTorch. In place, :func:`rope` of a part of x,
