@@ -27,9 +27,6 @@ from cute_ops.ops.attention.attention import (
     by_framework,
     check_sizes,
     finite,
-    grouped,
-    ungrouped,
-    weights_of,
 )
 from cute_ops.ops.attention.decode_attention import (
     FP8,
@@ -41,6 +38,7 @@ from cute_ops.ops.attention.decode_attention import (
     wrong_dtypes,
 )
 from cute_ops.ops.attention.sequences import Sequences, Side, fill_offsets
+from cute_ops.ops.attention.weights import grouped, ungrouped, weights_of
 
 PLAIN: dict[str, Any] = {"absent": ("page_table", "sinks", *SCALES), "attrs": {"causal": True}}
 PAGED: dict[str, Any] = {"absent": ("sinks", *SCALES), "attrs": {"causal": True}}

@@ -26,6 +26,7 @@ from cute_ops.expressions.text import text_of
 from cute_ops.hardware import ARCHES
 from cute_ops.kernels.attention.reads_config import ReadsConfig, Share
 from cute_ops.ops.attention import config, mods
+from cute_ops.ops.attention.weights import dscores_of, grouped, weights_of
 
 # By the most elements of a head, keys of a tile and its stages where warpgroups multiply.
 TILES = {64: (64, 3), 128: (64, 2), 256: (64, 1)}
@@ -158,8 +159,6 @@ def _distances(dims: Mapping[str, Any], attrs: Mapping[str, Any]) -> Any:
 
 def reference(xp: Any, *given: Any, own: mods.Own, read: int, **attrs: Any) -> Any:
     """``given`` are q, k, v, results, the cotangent of ``out``, the captured arrays, and that of ``lse`` or None."""
-    from cute_ops.ops.attention.attention import dscores_of, grouped, weights_of  # it imports this module
-
     (q, k, v, out, lse, dout), more, count = given[:6], given[6:], len(own.captured)
     captured, dlse = more[:count], (*more[count:], None)[0]
     sharing, change = sharing_of(Mod.parse(own.score), read), mods.score_of(attrs["softcap"], own.score)
