@@ -20,6 +20,8 @@ from cute_ops.fusion.scores import band
 from cute_ops_torch.inductor.fx import calls, changed, value_of
 
 ALL, CAUSAL = (-1, -1), (-1, 0)
+# Of `scaled_dot_product_attention`, in order.
+ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 _KNOWN, _SIDES = "cute_ops_mask", "cute_ops_sides"  # in the meta of a mask, and of a call
 MOST = 2**30  # bytes of a mask, or of a tensor that it is computed from
 
@@ -38,13 +40,9 @@ def replace_mask(graph: Graph, node: Any) -> bool:
     """Call attention with ``is_causal`` in place of a mask that says the same."""
     if not calls(node, "scaled_dot_product_attention") or node.op != "call_function":
         return False
-    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-    given = dict(zip(names, node.args, strict=False)) | node.kwargs
-    mask, made, query, key = (value_of(given.get(n)) for n in ("attn_mask", "attn_mask", "query", "key"))
-    if mask is None or made is None or query is None or key is None or given.get("is_causal"):
-        return False
-    hides = mask.dtype == torch.bool or mask.is_floating_point()
-    if not hides or mask.ndim < 2 or mask.shape[-2:] != (query.shape[-2], key.shape[-2]):
+    given = dict(zip(ARGUMENTS, node.args, strict=False)) | node.kwargs
+    query, key = (value_of(given.get(name)) for name in ("query", "key"))
+    if query is None or key is None or given.get("is_causal") or not is_mask(given.get("attn_mask"), query, key):
         return False
     sides = sides_of(graph, given["attn_mask"], node)
     node.meta[_SIDES] = sides
@@ -53,6 +51,14 @@ def replace_mask(graph: Graph, node: Any) -> bool:
     given = {**given, "attn_mask": None, "is_causal": sides == CAUSAL}
     node.args, node.kwargs = (given.pop("query"), given.pop("key"), given.pop("value")), given
     return True
+
+
+def is_mask(mask: Any, query: torch.Tensor, key: torch.Tensor) -> bool:
+    """Whether a node is a mask of torch's attention, of bools or added to scores, with a row for each query."""
+    made = value_of(mask)
+    if made is None or not (made.dtype == torch.bool or made.is_floating_point()):
+        return False
+    return made.shape[-2:] == (query.shape[-2], key.shape[-2])
 
 
 def sides_of(graph: Graph, mask: Node, until: Node) -> tuple[int, int] | None:

@@ -18,7 +18,7 @@ from cute_ops.composite import embedding as embeddings
 from cute_ops.declaration.shapes import FLOATS
 from cute_ops.ops.attention.attention import attention
 from cute_ops_torch.composite.scaled_dot_product import computes, fits
-from cute_ops_torch.inductor.attention_mask import ALL, CAUSAL, sides_of
+from cute_ops_torch.inductor.attention_mask import ALL, ARGUMENTS, CAUSAL, is_mask, sides_of
 from cute_ops_torch.inductor.emit import Emitter, Refused
 from cute_ops_torch.inductor.fx import calls, value_of
 from cute_ops_torch.inductor.strides import lie_alike, relaid, relay
@@ -62,8 +62,7 @@ def _attention(graph: Graph, node: Node) -> bool:
     """Attention without dropout, of at least two queries that are as many as keys where it is causal; a mask is one
     that is known to be a window.
     """
-    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-    given: dict[str, Any] = {"dropout_p": 0.0, "is_causal": False, **dict(zip(names, node.args, strict=False))}
+    given: dict[str, Any] = {"dropout_p": 0.0, "is_causal": False, **dict(zip(ARGUMENTS, node.args, strict=False))}
     given |= node.kwargs
     nodes = [given.get("query"), *(_unrepeated(given.get(key)) for key in ("key", "value"))]
     q, k, v = map(value_of, nodes)
@@ -96,7 +95,7 @@ def _sides(
     mask, causal = given.get("attn_mask"), given["is_causal"]
     if mask is None:
         return CAUSAL if causal else ALL
-    return sides_of(graph, mask, node) if _is_mask(mask, q, k) and not causal else None
+    return sides_of(graph, mask, node) if is_mask(mask, q, k) and not causal else None
 
 
 def _lay_rows(graph: Graph, node: Node) -> None:
@@ -114,14 +113,6 @@ def _has_known_options(given: Mapping[str, Any]) -> bool:
     scale = given.get("scale")
     known = scale is None or (isinstance(scale, float) and scale > 0)
     return given["dropout_p"] == 0 and known and isinstance(given["is_causal"], bool)
-
-
-def _is_mask(mask: Any, q: torch.Tensor, k: torch.Tensor) -> bool:
-    """Whether a mask says which of the keys a query attends to."""
-    made = value_of(mask)
-    if made is None or not (made.dtype == torch.bool or made.is_floating_point()):
-        return False
-    return made.shape[-2:] == (q.shape[-2], k.shape[-2])
 
 
 def _may_attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> bool:

@@ -22,7 +22,7 @@ from cute_ops.fusion.graph import FLOATS, Graph
 from cute_ops.fusion.graph import Node as Value
 from cute_ops.fusion.named import MODE
 from cute_ops_torch.inductor import masked_attention
-from cute_ops_torch.inductor.attention_mask import known_value, sides_of
+from cute_ops_torch.inductor.attention_mask import ARGUMENTS, known_value, sides_of
 from cute_ops_torch.inductor.effects import (
     DROPOUT,
     MODES,
@@ -35,7 +35,7 @@ from cute_ops_torch.inductor.effects import (
     storage_of,
     written_by,
 )
-from cute_ops_torch.inductor.front import COPIES, VALUES, VIEWS, Front, dtype_of, parts, shape_of
+from cute_ops_torch.inductor.front import COPIES, VALUES, VIEWS, Front, dtype_of, parts, shape_of, softmax
 
 # Names of functions and methods of torch whose meaning a name of ATen has.
 _ATEN = {
@@ -257,7 +257,7 @@ class DynamoFront(Front):
 
     def _attention(self, node: Node, args: Any, kwargs: Any, value: torch.Tensor) -> Value | None:
         """Attention with a mask that does not follow from sizes alone."""
-        given, nodes = (dict(zip(masked_attention.NAMES, each, strict=False)) for each in (args, node.args))
+        given, nodes = (dict(zip(ARGUMENTS, each, strict=False)) for each in (args, node.args))
         mask = (nodes | node.kwargs).get("attn_mask")
         if self.graph.exact or node in self._whole or not isinstance(mask, Node):
             return None
@@ -533,16 +533,8 @@ def _softmax(logarithm: bool) -> Callable[..., Value | None]:
         shape, dtype = shape_of(value), dtype_of(value)
         if dim is None or dim % len(shape) != len(shape) - 1 or dtype not in FLOATS or x.dtype not in FLOATS:
             return None
-        graph, row, wide = front.graph, (*shape[:-1], 1), "float32"
-        y = graph.cast(_unshifted(x), wide)
-        y = graph.primitive("subtract", [y, graph.reduce("max", y, (-1,), True, wide)], shape, wide)
-        e = graph.primitive("exp", [y], shape, wide)
-        total = graph.reduce("sum", e, (-1,), True, wide)
-        if logarithm:
-            made = graph.primitive("subtract", [y, graph.primitive("log", [total], row, wide)], shape, wide)
-        else:
-            made = graph.primitive("divide", [e, total], shape, wide)
-        return graph.cast(made, dtype)
+        graph = front.graph
+        return graph.cast(softmax(graph, graph.cast(_unshifted(x), "float32"), "float32", logarithm), dtype)
 
     return translate
 

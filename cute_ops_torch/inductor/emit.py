@@ -179,7 +179,7 @@ class Emitter:
             value = run(*given, **kwargs)
         with self.graph.inserting_before(self.before):
             node = create(target, args, dict(kwargs))
-        node.meta = {**{key: self.before.meta[key] for key in KEPT if key in self.before.meta}, self.key: value}
+        node.meta = {**place_of(self.before), self.key: value}
         self.made.append(node)
         return node
 
@@ -430,7 +430,12 @@ class Emitter:
 
 
 # What an inserted node takes over from the one before which it stands.
-KEPT = ("stack_trace", "nn_module_stack", "source_fn_stack", "custom")
+_KEPT = ("stack_trace", "nn_module_stack", "source_fn_stack", "custom")
+
+
+def place_of(node: Node) -> dict[str, Any]:
+    """The metadata that say where in a program a node comes from."""
+    return {key: node.meta[key] for key in _KEPT if key in node.meta}
 
 
 def _has_rows(array: Node) -> bool:

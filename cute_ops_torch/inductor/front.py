@@ -236,16 +236,20 @@ def _softmax(logarithm: bool) -> Callable[..., Value | None]:
         x, dim = args[0], args[1] % len(shape)
         if dim != len(shape) - 1 or (len(args) > 2 and args[2] is True):
             return None
-        graph = front.graph
-        row = (*shape[:-1], 1)
-        shifted = graph.primitive("subtract", [x, graph.reduce("max", x, (-1,), True, dtype)], shape, dtype)
-        exponential = graph.primitive("exp", [shifted], shape, dtype)
-        total = graph.reduce("sum", exponential, (-1,), True, dtype)
-        if logarithm:
-            return graph.primitive("subtract", [shifted, graph.primitive("log", [total], row, dtype)], shape, dtype)
-        return graph.primitive("divide", [exponential, total], shape, dtype)
+        return softmax(front.graph, x, dtype, logarithm)
 
     return translate
+
+
+def softmax(graph: Graph, x: Value, dtype: str, logarithm: bool = False) -> Value:
+    """The softmax of rows, or its logarithm, computed in a dtype from their differences from the largest element."""
+    shape, row = x.shape, (*x.shape[:-1], 1)
+    shifted = graph.primitive("subtract", [x, graph.reduce("max", x, (-1,), True, dtype)], shape, dtype)
+    exponential = graph.primitive("exp", [shifted], shape, dtype)
+    total = graph.reduce("sum", exponential, (-1,), True, dtype)
+    if logarithm:
+        return graph.primitive("subtract", [shifted, graph.primitive("log", [total], row, dtype)], shape, dtype)
+    return graph.primitive("divide", [exponential, total], shape, dtype)
 
 
 _ELEMENTWISE: dict[str, Callable[..., Value | None]] = {

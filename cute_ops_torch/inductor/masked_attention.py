@@ -15,8 +15,9 @@ from cute_ops.fusion.attention_arrays import HALVES, Read
 from cute_ops.fusion.graph import FLOATS, Graph, Shape
 from cute_ops.fusion.graph import Node as Value
 from cute_ops.fusion.scores import Known
+from cute_ops_torch.inductor.attention_mask import ARGUMENTS
+from cute_ops_torch.inductor.front import softmax
 
-NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 _QUERY, _KEY = 2, 3  # of the dims of a score
 
 
@@ -41,7 +42,7 @@ def write_out(graph: Graph, given: Mapping[str, Any], known: Known) -> Value | N
     batch, shape = tuple(range(rank)), (*heads, q.shape[-2], k.shape[-2])
     product = graph.contract(q, k, ((rank + 1,), (rank + 1,)), shape, q.dtype, (batch, batch))
     scores = graph.primitive("multiply", [graph.cast(product, "float32"), graph.constant(scale)], shape, "float32")
-    weights = graph.cast(_softmax(graph, _masked(graph, scores, mask, known)), v.dtype)
+    weights = graph.cast(softmax(graph, _masked(graph, scores, mask, known), "float32"), v.dtype)
     return graph.contract(weights, v, ((rank + 1,), (rank,)), (*shape[:-1], v.shape[-1]), v.dtype, (batch, batch))
 
 
@@ -56,7 +57,7 @@ def _scale(given: Mapping[str, Any], columns: int | str) -> float | None:
 
 def _arrays(graph: Graph, given: Mapping[str, Any]) -> tuple[Value, Value, Value] | None:
     """Queries, keys and values in 16 bits, with as many heads; None of others."""
-    q, k, v = (given.get(name) for name in NAMES[:3])
+    q, k, v = (given.get(name) for name in ARGUMENTS[:3])
     if not (isinstance(q, Value) and isinstance(k, Value) and isinstance(v, Value)):
         return None
     if not (q.dtype in HALVES and q.dtype == k.dtype == v.dtype and len(q.shape) == len(k.shape) == len(v.shape) > 2):
@@ -87,14 +88,6 @@ def _terms(mask: Value) -> Iterator[Value]:
             yield from _terms(each)
     elif mask.op != "constant" or mask.attr is not True:
         yield mask
-
-
-def _softmax(graph: Graph, scores: Value) -> Value:
-    shape = scores.shape
-    most = graph.reduce("max", scores, (-1,), True, "float32")
-    weights = graph.primitive("exp", [graph.primitive("subtract", [scores, most], shape, "float32")], shape, "float32")
-    total = graph.reduce("sum", weights, (-1,), True, "float32")
-    return graph.primitive("divide", [weights, total], shape, "float32")
 
 
 def _repeated(graph: Graph, x: Value, heads: Shape) -> Value | None:

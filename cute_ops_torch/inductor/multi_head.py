@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from cute_ops_torch.composite.multi_head import MultiHead, multi_head_attention, torch_attention, written_attention
 from cute_ops_torch.inductor.attention_mask import ALL, CAUSAL, sides_of
 from cute_ops_torch.inductor.effects import example, name_of
-from cute_ops_torch.inductor.emit import KEPT
+from cute_ops_torch.inductor.emit import place_of
 from cute_ops_torch.inductor.fx import calls, value_of
 from cute_ops_torch.inductor.strides import lie_alike, relaid, relay, same_sizes
 
@@ -78,8 +78,9 @@ def _write_layer(graph: Graph, node: Node) -> bool:
 
 
 def _sides_of_layer(graph: Graph, layer: Layer, node: Node) -> tuple[int, int] | None:
-    """The band of a layer's mask. One of padding has a row for each element of the batch, whatever these rows look
-    like; one of booleans says the opposite of that of torch's attention.
+    """The band of keys that a layer's mask shows, as :func:`sides_of` says it; None if the mask is none. A padding mask
+    has a row for each example, which says nothing of queries unless all are shown. Boolean masks, which are true where
+    they hide, are none.
     """
     mask, sides = value_of(layer.mask), sides_of(graph, layer.mask, node)
     is_added = mask is not None and mask.is_floating_point()
@@ -114,7 +115,7 @@ class Layer(NamedTuple):
 
 
 def encoder_layer(layer: Layer, causal: bool) -> torch.Tensor:
-    """What a layer of an encoder computes in evaluation."""
+    """The result of a ``torch.nn.TransformerEncoderLayer`` in evaluation, by torch's functions of its parts."""
 
     def attend(x: torch.Tensor) -> torch.Tensor:
         projections = layer.in_weight, layer.in_bias, (None,) * 3, layer.out_weight, layer.out_bias
@@ -170,7 +171,9 @@ def _are_plain(node: Node) -> bool:
 
 
 def _call(said: Mapping[str, Any]) -> MultiHead:
-    """What a call computes, on tensors as they were before the module brought their batch behind the sequence."""
+    """The arguments of ``F.multi_head_attention_forward`` as a :class:`MultiHead`. Where ``nn.MultiheadAttention`` has
+    transposed batch and sequence of its three inputs before the call, these are the inputs, batch first.
+    """
     sources = [_turned(said[name]) for name in ("query", "key", "value")]
     batch_first = None not in sources
     query, key, value = sources if batch_first else [said[name] for name in ("query", "key", "value")]
@@ -255,7 +258,7 @@ class _Recorder(TorchFunctionMode):
         with self.graph.inserting_before(self.before):
             is_method = getattr(torch.Tensor, name, None) is func
             node = self.graph.call_method(name, *given) if is_method else self.graph.call_function(func, *given)
-        node.meta = {**{key: self.before.meta[key] for key in KEPT if key in self.before.meta}, self.key: value}
+        node.meta = {**place_of(self.before), self.key: value}
         self.made.append(node)
         self._nodes[id(value)] = node
         return node
