@@ -35,7 +35,8 @@ class _Call(NamedTuple):
 
 
 _known: dict[Hashable, _Call] = {}
-_agree: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()  # block masks
+# Whether the blocks of a block mask are those that its function shows.
+_blocks_agree: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
 
 @torch.compiler.disable(reason="its functions are traced when it is called; compile what is around it")  # type: ignore[untyped-decorator]
@@ -97,9 +98,9 @@ def _mask_of(block_mask: Any, queries: int, keys: int) -> Function | None:
     if lengths != (queries, keys):
         what = f"the block mask is of {lengths[0]} queries and {lengths[1]} keys, not of {queries} and {keys}"
         raise ValueError(f"cute.flex_attention: {what}.")
-    if block_mask not in _agree:
-        _agree[block_mask] = _agrees(block_mask)
-    if not _agree[block_mask]:
+    if block_mask not in _blocks_agree:
+        _blocks_agree[block_mask] = _agrees(block_mask)
+    if not _blocks_agree[block_mask]:
         what = "a block mask whose blocks are not those that its mask_mod says is not implemented"
         raise NotImplementedError(f"cute.flex_attention: {what}: give create_block_mask a mask_mod that says them.")
     return None if block_mask.mask_mod is noop_mask else block_mask.mask_mod

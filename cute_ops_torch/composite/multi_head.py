@@ -17,8 +17,8 @@ Tensor = torch.Tensor
 
 
 class MultiHead(NamedTuple):
-    """The arguments of ``torch.nn.functional.multi_head_attention_forward`` that say what is computed without weights
-    as a result; static keys, keys of a bias and keys of zeros are none of them.
+    """The arguments of ``torch.nn.functional.multi_head_attention_forward`` that its first result depends on. It has no
+    static keys, no key of a bias and none of zeros.
 
     Attributes:
         query, key, value: ``[batch, sequence, columns]``, ``[sequence, batch, columns]``, or without a batch.
@@ -109,7 +109,7 @@ def _heads(x: Tensor, heads: int, batch_first: bool) -> Tensor:
 
 
 def _merged(given: MultiHead) -> Tensor | None:
-    """What is added to scores by both masks, with dims for the batch and for heads; None where there is no mask."""
+    """The numbers that both masks add to scores, with dims for the batch and for heads; None where there is no mask."""
     mask, padding = (_added(each, given.query) for each in (given.attn_mask, given.key_padding_mask))
     if mask is not None and mask.ndim == 3:
         mask = mask.unflatten(0, (-1, given.heads))
@@ -120,7 +120,7 @@ def _merged(given: MultiHead) -> Tensor | None:
 
 
 def _added(mask: Tensor | None, like: Tensor) -> Tensor | None:
-    """What a mask adds to scores."""
+    """The numbers that a mask adds to scores: a float mask itself; of a boolean one -inf where it is true, else 0."""
     if mask is None or mask.is_floating_point():
         return mask
     return torch.zeros_like(mask, dtype=like.dtype).masked_fill(mask, -math.inf)

@@ -182,13 +182,14 @@ def learn(act: nn.Module) -> str | None:
     """:func:`activation_of` an activation, whose ``forward`` is known by identity from now on."""
     kind: Any = getattr(type(act), "_cute_original", type(act))
     forward = getattr(kind, "forward", None)
-    if forward is None or kind.__call__ is not nn.Module.__call__:  # of a script module; or more than its forward runs
+    if forward is None or kind.__call__ is not nn.Module.__call__:
+        # A script module has no `forward`; a `__call__` of its own may do more than that.
         return None
     if forward not in _ACTIVATIONS and (kind, forward) not in _ACTIVATIONS:
         if name := _DIGESTS.get(source_digest(forward) or ""):
             _ACTIVATIONS[forward] = name
         elif name := _written_out(act):
-            shared = attributes_of_class(kind).items()  # others than plain ones it has not read
+            shared = attributes_of_class(kind).items()  # its `forward` reads none but plain ones
             _ACTIVATIONS[kind, forward] = name
             _CALLS_THE_SAME[kind, forward] = methods(kind)
             _SHARED[kind, forward] = tuple((key, value) for key, value in shared if is_comparable(value))
