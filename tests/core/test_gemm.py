@@ -32,6 +32,7 @@ from cute_ops.jit.target import parse
 from cute_ops.jit.variant import Variant
 from cute_ops.kernels.gemm.config import STORE_BYTES, GemmConfig
 from cute_ops.kernels.gemm.scheduler import bytes_by_grouping, tile_count, tile_of, tile_of_batch
+from cute_ops.ops.gemm import transposed
 from cute_ops.ops.gemm.accumulate import linear_dweight_add
 from cute_ops.ops.gemm.config import EpilogueCost, GemmSize, choose, configs, sm_cycles
 from cute_ops.ops.gemm.linear import CASES, PRODUCTS, linear, linear_dweight, linear_dx, linear_float32
@@ -104,9 +105,11 @@ COSTS = {
 @pytest.mark.parametrize(("name", "sm_count"), list(product(COSTS, [132, 114, 5, 1])))
 def test_every_config_fits_an_sm(name: str, sm_count: int) -> None:
     cost = COSTS[name]
-    for config in configs("sm_90a", sm_count, cost):
+    every = transposed.configs("sm_90a", sm_count, cost._replace(transposes=True))
+    for config in (*configs("sm_90a", sm_count, cost), *every):
         sub_m, sub_n = config.subtile(*cost.outputs, *cost.tiles)
-        columns, stored = (number // (1 + cost.gate_up) for number in (config.tile_n, config.stored_n))
+        halves = 1 if config.transposed else 1 + cost.gate_up
+        columns, stored = config.tile_n // halves, config.stored_n // halves
         assert (config.tile_n % config.cluster_k, config.tile_m % sub_m, stored % sub_n) == (0, 0, 0)
         assert config.cluster_k == 1 or config.fits_sums
         assert config.store_stages >= 2
@@ -116,7 +119,11 @@ def test_every_config_fits_an_sm(name: str, sm_count: int) -> None:
         without = replace(config, stages=0).shared(cost.outputs, cost.tiles)
         assert config.shared(cost.outputs, cost.tiles) == without + config.stages * config.stage_bytes
         assert config.accumulators <= 192
-        assert columns // config.cluster_m % cost.blocks == 0
+        if config.transposed:
+            half = config.tile_m // (1 + cost.gate_up)
+            assert (half % (cost.blocks * config.cluster_n), half % sub_m) == (0, 0)
+        else:
+            assert columns // config.cluster_m % cost.blocks == 0
         assert 1 <= config.clusters * config.ctas <= sm_count
         assert GemmConfig.of(config.flat()) == config
 
@@ -193,7 +200,7 @@ def test_few_rows_take_tiles_that_keep_most_sms_busy(sizes: tuple[int, int, int]
     ("sizes", "tile", "ranks"),
     [
         ((165, 16384, 3976), (192, 128), 1), ((176, 11008, 4096), (192, 96), 1), ((352, 7168, 14904), (192, 128), 1),
-        ((150, 7168, 1680), (192, 64), 1), ((141, 14336, 16384), (192, 128), 1),
+        ((141, 14336, 16384), (128, 144), 1), ((160, 4096, 14336), (64, 160), 2), ((423, 11008, 5120), (256, 144), 1),
         ((128, 1024, 11008), (128, 64), 4), ((128, 1536, 8192), (128, 64), 4), ((256, 720, 12600), (128, 64), 4),
     ],
     ids=str,
@@ -213,10 +220,39 @@ def test_some_hundred_rows_take_tiles_that_fit_them(
 
 def test_epilogues_with_tiles_have_192_rows_in_one_wave_alone() -> None:
     """Of drawn products three of more waves took 1 to 3% longer by them, three of one wave 5 to 8% less time."""
-    for sizes, rows in (((192, 12184, 2304), 192), ((330, 5968, 24576), 192), ((320, 15528, 600), 64)):
+    for sizes, one_wave in (((192, 12184, 2304), True), ((330, 5968, 24576), True), ((320, 15528, 600), False)):
         m, n, k = sizes
         config = plan(bind(linear_add, arrays(linear_add, (m,), n, k)), {}, parse("sm_90a:132")).variant.config
-        assert config["tile_m"] == rows
+        assert (config["tile_m"] == 192) == one_wave
+
+
+def test_rows_that_other_tiles_pad_fill_transposed_ones() -> None:
+    """Of drawn numbers of rows: where a tile is transposed, fewer than 16 rows of all tiles together are empty for each
+    tile. None is where x lies by columns, where TMA cannot store the output, or in a batch.
+    """
+    seed = secrets.randbelow(1 << 30)
+    rng, found = random.Random(seed), 0
+    for _ in range(60):
+        m, n, k = rng.choice(transposed.ROWS), 8 * rng.randint(64, 2048), 8 * rng.randint(64, 2048)
+        binding, said = bind(linear, arrays(linear, (m,), n, k)), f"seed {seed}: {m, n, k}"
+        config = GemmConfig.of(plan(binding, {}, TARGET).variant.config)
+        if config.transposed:
+            found += 1
+            tiles = -(-m // config.tile_n)
+            assert tiles * config.tile_n - m < 16 * tiles, said
+            across, odd = {"x": Memory((1, -(-m // 8) * 8))}, {"out": Memory((n + 1, 1))}
+            for memory in (across, odd):
+                other = GemmConfig.of(plan(binding, memory, TARGET).variant.config)
+                assert not other.transposed, said
+    assert found, f"seed {seed}"
+    for op, sizes in ((linear, (141, 14336, 16384)), (linear_add, (260, 4096, 4096)), (linear_dx, (300, 4096, 3584))):
+        m, n, k = sizes
+        assert plan(bind(op, arrays(op, (m,), n, k)), {}, TARGET).variant.config.get("transposed"), sizes
+        assert op.batched is not None
+        given = {
+            name: Array(t.of({"b": (1,), "m": m, "n": n, "k": k}), "bfloat16") for name, t in op.batched.inputs.items()
+        }
+        assert not plan(bind(op.batched, given), {}, TARGET).variant.config.get("transposed"), sizes
 
 
 def test_rows_past_the_end_are_not_loaded_where_rows_are_contiguous() -> None:
@@ -373,6 +409,13 @@ FORMS = {
     "pingpong-dweight": Form(linear_dweight, GemmConfig("pingpong", 128, 160, 5, 66, 2, store_stages=2)),
     "pingpong-dx": Form(linear_dx, GemmConfig("pingpong", 128, 128, 6, 132)),
     "three-blocks": Form(linear, GemmConfig("pingpong", 192, 128, 4, 66, 1, 2, edge_m=160)),
+    "transposed": Form(
+        linear,
+        GemmConfig("pingpong", 128, 144, 5, 66, 2, store_stages=3, store_bytes=32, transposed=True),
+    ),
+    "transposed-dx": Form(
+        linear_dx, GemmConfig("cooperative", 256, 176, 4, 132, store_stages=2, store_bytes=32, transposed=True)
+    ),
     "odd-columns": Form(linear, GemmConfig("cooperative", 128, 256, 4, 66, 2), n=4095),
 }
 
@@ -553,6 +596,25 @@ def test_fewer_rows_are_loaded_at_the_edge(
     (exact,) = testing.run_reference(op, given, {})
     (out,) = on_cpu(op, given, "sm_90a", config).values()
     np.testing.assert_array_equal(out, exact)
+
+
+@pytest.mark.drawn(0.4)
+@pytest.mark.slow
+@products.emulated
+@pytest.mark.parametrize("op", [linear, linear_dx, linear_float32], ids=lambda op: op.name)
+def test_transposed_tiles(op: Op, on_cpu: Callable[..., Any]) -> None:
+    """Of a drawn config, with tiles past the end along each dim."""
+    seed = secrets.randbelow(1 << 30)
+    rng = random.Random(seed)
+    cost = EpilogueCost((4 if op is linear_float32 else 2,), blocks=64 if op is linear_dx else 8, transposes=True)
+    config = replace(rng.choice(transposed.configs("sm_90a", 132, cost)), clusters=2, stages=3)
+    (tile_m, tile_n), k = config.tile, 8 * rng.randint(1, 50)
+    m, n = rng.randint(1, 2 * tile_m), 8 * rng.randint(1, tile_n // 4)
+    sizes = (m, n, k) if op is not linear_dx else (m, k, n)
+    given = integers(op, "bfloat16", sizes)
+    (exact,) = testing.run_reference(op, given, {})
+    (out,) = on_cpu(op, given, "sm_90a", config).values()
+    np.testing.assert_array_equal(out, exact, f"seed {seed}: {sizes}, {config}")
 
 
 @pytest.mark.slow

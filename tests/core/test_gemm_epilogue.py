@@ -17,6 +17,7 @@ from cute_ops import Array, Case, Op, testing
 from cute_ops.autotune import dispatch
 from cute_ops.composite.gated_mlp import gated_mlp
 from cute_ops.declaration.binding import bind
+from cute_ops.errors import CompileError
 from cute_ops.expressions import TraceError
 from cute_ops.jit.compile_pool import worker
 from cute_ops.jit.layout import Memory
@@ -596,6 +597,9 @@ def test_results_of_batches_with_tma(
 
 COOPERATIVE = GemmConfig("cooperative", 128, 128, 3, 2, store_stages=2, tile_stages=2)
 PINGPONG = GemmConfig("pingpong", 64, 128, 3, 2, store_stages=2, tile_stages=2)
+TRANSPOSED = GemmConfig(
+    "pingpong", 128, 144, 3, 2, store_stages=3, tile_stages=3, store_bytes=32, transposed=True
+)  # fmt: skip
 
 
 @pytest.mark.drawn(0.3)
@@ -623,6 +627,24 @@ PINGPONG = GemmConfig("pingpong", 64, 128, 3, 2, store_stages=2, tile_stages=2)
         ("with_rstd", PINGPONG, (200, 2056, 8), {}),
         ("gated_reducing", replace(PINGPONG, cluster_n=2), (70, 136, 72), {}),
         ("gated_reducing", PINGPONG, (1, 8, 8), {"scale": "float32"}),
+        ("with_all", replace(TRANSPOSED, cluster_m=2), (141, 392, 72), {}),
+        (
+            "with_all",
+            replace(TRANSPOSED, tile_n=80, store_stages=5, tile_stages=5),
+            (85, 136, 72),
+            {"residual": "float32"},
+        ),
+        ("with_all", replace(TRANSPOSED, tile_stages=0, cluster_k=3), (90, 136, 264), {"scale": "float32"}),
+        ("saving", replace(TRANSPOSED, form="cooperative", tile_n=96, cluster_n=2, store_bytes=64), (150, 136, 72), {}),
+        ("with_swiglu", replace(TRANSPOSED, tile_stages=0), (141, 136, 72), {}),
+        ("with_swiglu", replace(TRANSPOSED, tile_n=96, tile_stages=0, store_stages=2, cluster_k=3), (90, 136, 264), {}),
+        (
+            "gated_saving",
+            replace(COOPERATIVE, tile_m=256, tile_n=96, tile_stages=0, transposed=True),
+            (70, 264, 72),
+            {},
+        ),
+        ("gated_dgrad", replace(TRANSPOSED, tile_m=64, tile_n=80, store_stages=5, tile_stages=5), (77, 136, 72), {}),
     ],
     ids=lambda value: getattr(value, "form", str(value)),
 )
@@ -631,6 +653,15 @@ def test_results_with_tma(
 ) -> None:
     m, n, k = sizes
     check(BY_NAME[name], made(BY_NAME[name], (m,), n, k, **others), tmp_path, "sm_90a", config)
+
+
+@pytest.mark.parametrize("name", ["with_rope", "with_rstd", "with_qk_norm", "gated_reducing"])
+def test_transposed_tiles_are_for_epilogues_by_element(name: str, tmp_path: Path) -> None:
+    """No config has them for others, and the kernel refuses them."""
+    op = BY_NAME[name]
+    assert not plan(bind(op, specs(op, 141, 4096, 4096)), {}, TARGET).variant.config.get("transposed")
+    with pytest.raises(CompileError, match="transposed tiles are for epilogues by element"):
+        check(op, made(op, (70,), 320, 72), tmp_path, "sm_90a", TRANSPOSED)
 
 
 @pytest.mark.slow

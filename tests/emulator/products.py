@@ -124,7 +124,7 @@ def run(
         return [Part(address[name], half, a) for half in halves]
 
     chosen = GemmConfig.of(tile)
-    (first,), second = map(parts, [*op.inputs][:2])
+    first, second = map(parts, [*op.inputs][:2])
     elements, words, rows = split(parse_expression(chosen.expression))
     named = [name.partition("%")[0] for name in ("", *chosen.reads.split())]
     operands = [parts(named[read.operand])[read.half == "[n:]"] for read in reads(elements) if read.operand]
@@ -135,6 +135,8 @@ def run(
     lies = [bool(variant.tensors[name].order) for name in [*op.inputs][:2]]
     ways = ACROSS.get(op.kernel.partition(":")[2], ACROSS["Linear"])
     across = tuple(way != turned for way, turned in zip(ways, lies, strict=True))
+    if chosen.transposed:
+        first, second, across = second, first, across[::-1]
     call = Call(first, second, operands, outputs, scratched)
     on_sm(chosen, across, call, ptx.read_text(), blocks)
     if rows:
@@ -155,7 +157,7 @@ def _base(a: np.ndarray) -> np.ndarray:
 class Call(NamedTuple):
     """What is multiplied, what the epilogue reads, what it writes, and where parts of rows' reductions go."""
 
-    first: Part
+    first: list[Part]
     second: list[Part]
     operands: list[Part]
     outputs: list[Part]
@@ -164,12 +166,13 @@ class Call(NamedTuple):
     def tiles(self, config: GemmConfig) -> tuple[int, int]:
         """Of a cluster, below and beside one another."""
         m, n = self.outputs[0].array.shape[-2:]
-        columns = config.tile_n // len(self.second)
-        return -(-m // (config.tile_m * config.cluster_m)), -(-n // (columns * config.cluster_n))
+        m, n = (n, m) if config.transposed else (m, n)
+        rows, columns = config.tile_m // len(self.first), config.tile_n // len(self.second)
+        return -(-m // (rows * config.cluster_m)), -(-n // (columns * config.cluster_n))
 
 
 def _run_sm80(config: GemmConfig, across: tuple[bool, bool], call: Call, ptx: str, memory: list[np.ndarray]) -> None:
-    arguments = [call.first.matrix(across[0]), *(part.matrix(across[1]) for part in call.second)]
+    arguments = [call.first[0].matrix(across[0]), *(part.matrix(across[1]) for part in call.second)]
     arguments += [part.tensor() for part in (*call.operands, *call.outputs, *call.scratch)]
     (rows, columns), batch = call.tiles(config), call.outputs[0].array.shape[:-2]
     arguments += [struct.pack("<i", number) for number in (rows, columns, 0, *([math.prod(batch)] if batch else []))]
@@ -188,25 +191,33 @@ def _run_sm90(config: GemmConfig, across: tuple[bool, bool], call: Call, ptx: st
         row = 128 // part.array.itemsize
         by_tma(part, (64 // sharers, 32 if rows % 64 else 64) if turned else (rows // sharers, row), turned)
 
-    multiplied(call.first, config.tile_m, config.cluster_n, across[0])
+    for part in call.first:
+        multiplied(part, config.tile_m // len(call.first), config.cluster_n, across[0])
     if config.edge_m:
-        multiplied(call.first, config.edge_m, config.cluster_n, across[0])
+        multiplied(call.first[0], config.edge_m, config.cluster_n, across[0])
     for part in call.second:
         multiplied(part, config.tile_n // len(call.second), config.cluster_m, across[1])
     is_tile = [p.by_tma and p.array.shape == call.outputs[0].array.shape and config.tile_stages for p in call.operands]
     loaded = [part for part, taken in zip(call.operands, is_tile, strict=True) if taken]
     arguments += [part.tensor() for part, taken in zip(call.operands, is_tile, strict=True) if not taken]
     subtile = config.subtile(*(part.array.itemsize for part in (*loaded, *call.outputs)))
+
+    def stored(part: Part) -> None:
+        """Of a transposed subtile a copy has as many columns of memory as a line has."""
+        wide = min(subtile[0], 128 // part.array.itemsize)
+        by_tma(part, (subtile[1], wide) if config.transposed else subtile, config.transposed)
+
     for part in loaded:
-        by_tma(part, subtile)
+        stored(part)
     for part in call.outputs:
         if part.by_tma:
-            by_tma(part, subtile)
+            stored(part)
         else:
             arguments.append(part.matrix())
     arguments += [part.tensor() for part in call.scratch]
     rows, columns = call.tiles(config)
     *batch, m, n = call.outputs[0].array.shape
+    m, n = (n, m) if config.transposed else (m, n)
     arguments += [
         struct.pack("<i", number) for number in (m, n, rows, columns, 0, *([math.prod(batch)] if batch else []))
     ]

@@ -59,6 +59,9 @@ class GemmConfig(KernelConfig):
         half_align: bytes, at most 16, that divide the offset of the up projection in a row ``[gate | up]``.
         warps_n: warps of ``mma_sync`` along n.
         store_bytes: of a row of the subtile that is stored at once, of the tensor with the smallest elements.
+        transposed: whether the transpose of the output is computed, ``out.T = b @ a.T``: rows of tiles are then columns
+            of the output, columns of tiles its rows, of which there may be any multiple of 16. Only for epilogues by
+            element, of matrices whose outputs TMA can store.
     """
 
     form: Form
@@ -82,10 +85,21 @@ class GemmConfig(KernelConfig):
     cluster_k: int = 1
     edge_m: int = 0
     store_bytes: int = STORE_BYTES
+    transposed: bool = False
 
     @property
     def threads(self) -> int:
         return 3 * WARPGROUP
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """Rows and columns of the output that a tile has."""
+        return (self.tile_n, self.tile_m) if self.transposed else (self.tile_m, self.tile_n)
+
+    @property
+    def cluster(self) -> tuple[int, int]:
+        """CTAs of a cluster along the output's rows and columns."""
+        return (self.cluster_n, self.cluster_m) if self.transposed else (self.cluster_m, self.cluster_n)
 
     @property
     def sharing(self) -> int:

@@ -7,14 +7,17 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
-from cute_ops.expressions.groups import reads
+from cute_ops.expressions.groups import REDUCTIONS, reads
 from cute_ops.expressions.stages import split
 from cute_ops.expressions.text import parse
 from cute_ops.kernels.emit.accumulators import AccumulatorEmitter, partner
 from cute_ops.kernels.gemm.rows import FinishRows, RowReductions
-from cute_ops.kernels.gemm.views import by_row, each_by_row, half
+from cute_ops.kernels.gemm.views import by_row, each_by_row, half, transposed
 from cute_ops.kernels.lib.copy import fragment, load, store_if, widen
 from cute_ops.kernels.lib.row_layout import element_address, row_address, row_count
+
+# What depends on an element's column, or on others of its row.
+BY_COLUMNS = ("column", "n", "rotate_half", *REDUCTIONS)
 
 
 class EpilogueTensor(NamedTuple):
@@ -30,6 +33,7 @@ class EpilogueTensor(NamedTuple):
         period: columns after which it repeats itself, 0 if it does not.
         batched: whether each matrix of a batch has its own elements.
         rotate: group size when ``rotate_half`` reads the opposite half of its group; 0 otherwise.
+        transposed: whether its rows are columns of the accumulators.
     """
 
     key: Any
@@ -41,6 +45,7 @@ class EpilogueTensor(NamedTuple):
     period: int = 0
     batched: bool = False
     rotate: int = 0
+    transposed: bool = False
 
     @property
     def tile(self):
@@ -57,16 +62,23 @@ class EpilogueTensor(NamedTuple):
         """Bytes of words that its rows consist of: strides of rows that do not follow on each other do not tell."""
         return self.align if self.key.layout == "flat" else self.key.itemsize
 
+    @property
+    def along(self):
+        """Whether each row, and each column, of the accumulators has its own elements."""
+        return (self.columns, self.rows) if self.transposed else (self.rows, self.columns)
+
     def loaded_at(self, v):
         """The index at which :meth:`Epilogue.load` puts the element for the accumulator with this index."""
-        if self.tile:
+        rows, columns = self.along
+        if rows and columns:
             return v
-        return v // 4 * 2 + v % 2 if self.columns else v // 2 % 2 if self.rows else 0
+        return v // 4 * 2 + v % 2 if columns else v // 2 % 2 if rows else 0
 
     def matrix(self, mX):
         """A tile as a matrix, or as a batch of them."""
         whole = (each_by_row if self.batched else by_row)(mX, self.key)
-        return half(whole, self.index, 1, self.align) if self.is_half else whole
+        matrix = half(whole, self.index, 1, self.align) if self.is_half else whole
+        return transposed(matrix) if self.transposed else matrix
 
     def column(self, chunk, c, j, most):
         """The column of an element for the accumulators in a chunk's column, at most ``most``."""
@@ -93,7 +105,7 @@ class Epilogue:
     """
 
     def __init__(self, variant, config, batched):
-        self.batched = batched
+        self.batched, self.transposed = batched, config.transposed
         whole = parse(config.expression)
         divided = split(whole)
         self.expression, self.rows = divided.elements, RowReductions(divided.reductions)
@@ -117,6 +129,8 @@ class Epilogue:
         self.by_tma = [i for i, tensor in enumerate(self.operands) if tensor.by_tma and config.tile_stages]
         # Whether rows have an even number of elements: then both of two neighbours lie inside, or neither.
         self.even = all(tensor.word >= 2 * tensor.key.itemsize for tensor in self.outputs)
+        if self.transposed:
+            self._check_transposed(whole)
 
     def _tensor(self, variant, name, kind, index, is_half):
         name, _, period = name.partition("%")
@@ -124,7 +138,16 @@ class Epilogue:
         rows = kind.rows or self.batched
         align = min(key.align, key.row_align if rows else 16, self.half_align if is_half else 16)
         align = math.gcd(align, period * key.itemsize)
-        return EpilogueTensor(key, kind.rows, kind.columns, index, is_half, align, period, self.batched)
+        return EpilogueTensor(
+            key, kind.rows, kind.columns, index, is_half, align, period, self.batched, transposed=self.transposed
+        )
+
+    def _check_transposed(self, expression):
+        """Refuse what a transposed tile has no columns for, and outputs that TMA cannot store."""
+        looks = any(node.primitive in BY_COLUMNS for node in expression.nodes)
+        repeats = any(tensor.period for tensor in self.operands)
+        if looks or repeats or self.finish or self.batched or not all(tensor.by_tma for tensor in self.outputs):
+            raise NotImplementedError("transposed tiles are for epilogues by element of outputs that TMA stores")
 
     def _finish(self, variant, divided, outputs):
         """The kernel of the outputs without columns; of its operands the first is the product itself."""
@@ -144,8 +167,9 @@ class Epilogue:
         Chunks share a table that repeats itself only where threads load at most two operands with columns, such as
         cosines and sines: with more of them registers would spill.
         """
-        if not tensor.columns:
-            return chunk.repeat_m if tensor.rows else 0
+        rows, columns = tensor.along
+        if not columns:
+            return chunk.repeat_m if rows else 0
         shared = tensor.period and sum(each.columns for each in self.operands) - len(self.by_tma) <= 2
         columns = [c + partner(c, tensor.rotate) for c in chunk.tile_columns]
         return chunk.repeat_m, *(c % tensor.period if shared else c for c in columns)
@@ -155,6 +179,8 @@ class Epilogue:
 
         Loads are unpredicated: coordinates are clamped, results out of bounds are not stored.
         """
+        if tensor.transposed:
+            return self._load_transposed(tensor, mX, chunk)
         m, n = chunk.shape
         count = 2 if self.even and tensor.align >= 2 * tensor.key.itemsize else 1  # of neighbours that one load takes
         rows = [cutlass.min(row, m - 1) for row in chunk.rows] if tensor.rows else [0]
@@ -170,6 +196,19 @@ class Epilogue:
                 column = Int64(tensor.column(chunk, c, j, n - count)) * tensor.key.itemsize
                 for r, address in enumerate(addresses):
                     self._load(loaded, 2 * (len(rows) * c + r) + j, count, address + column)
+        return loaded
+
+    def _load_transposed(self, tensor, mX, chunk):
+        """Elements for accumulators whose rows are columns of the output."""
+        n, m = chunk.shape
+        columns = [cutlass.min(row, n - 1) for row in chunk.rows] if tensor.columns else [0]
+        rows = [cutlass.min(c + j, m - 1) for c in chunk.columns for j in range(2)] if tensor.rows else [0]
+        loaded = fragment(mX.element_type, len(rows) * len(columns))
+        for i, row in enumerate(rows):
+            address = tensor.address(mX, row, n)
+            for r, column in enumerate(columns):
+                at = 2 * (len(columns) * (i // 2) + r) + i % 2 if tensor.rows else r
+                self._load(loaded, at, 1, address + Int64(column) * tensor.key.itemsize)
         return loaded
 
     def _load(self, rX, at, count, address):

@@ -74,7 +74,7 @@ class GemmInPlace:
     @cute.jit
     def launch(self, product, epilogue, stream):
         """Launch the kernel; arguments as those of :meth:`GemmSm90.launch`."""
-        (mA, mB), (operands, outputs, _) = product, epilogue
+        ((mA,), mB), (operands, outputs, _) = product, epilogue
         self.dtype = mA.element_type
         mma = cute.make_tiled_mma(MmaF16BF16Op(self.dtype, Float32, (16, 8, 16)))
         grid = [cute.ceil_div(mB[0].shape[0], self.columns), cute.ceil_div(mA.shape[0], self.config.tile_m), 1]

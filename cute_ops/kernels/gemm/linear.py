@@ -27,17 +27,19 @@ class GemmKernel:
         config = GemmConfig.of(variant.config)
         self.epilogue = Epilogue(variant, config, batched)
         form = {"mma_sync": GemmSm80, "in_place": GemmInPlace}.get(config.form, GemmSm90)
-        self.form = form(variant, self.epilogue, parts)
+        self.form, self.transposed = form(variant, self.epilogue, parts), config.transposed
 
     @cute.jit
     def __call__(self, *arguments):
         first, second = (view(m, key) for view, m, key in zip(self.views, arguments, self.keys))
+        halves = self._halves(second)
         tensors = dict(zip(self.names, arguments))
         operands = tuple([tensors[tensor.key.name] for tensor in self.epilogue.operands])
         outputs = tuple([tensors[tensor.key.name] for tensor in self.epilogue.outputs])
-        halves, mPartials, stream = self._halves(second), tensors.get(ROW_PARTIALS), arguments[-1]
+        mPartials, stream = tensors.get(ROW_PARTIALS), arguments[-1]
         parts = tuple([tuple([tensors[name] for name in part.names]) for part in self.form.parts])
-        self.form.launch((first, halves), (operands, outputs, parts), stream)
+        product = (halves, (first,)) if const_expr(self.transposed) else ((first,), halves)
+        self.form.launch(product, (operands, outputs, parts), stream)
         finish = self.epilogue.finish
         if const_expr(finish is not None):
             read, made = (

@@ -24,16 +24,16 @@ class Operands(NamedTuple):
     """Both operands as the kernel takes them.
 
     Attributes:
-        a: ``(m, k)``; of a batch ``(m, k, batch)``.
+        a: ``(m, k)``; of a batch ``(m, k, batch)``; of transposed tiles of gate_up weights both halves.
         a_edge: the same, of which fewer rows are loaded at once; empty where there is no such copy.
         b: ``(n, k)``; of gate_up weights the gate's rows and the up projection's.
-        b_layout: of the stages of the whole tile of b.
+        layouts: of the stages of the whole tile of a and of b.
     """
 
-    a: TmaTensor
+    a: tuple[TmaTensor, ...]
     a_edge: tuple[TmaTensor, ...]
     b: tuple[TmaTensor, ...]
-    b_layout: Any
+    layouts: tuple[Any, Any]
 
 
 class OperandStages(NamedTuple):
@@ -79,8 +79,9 @@ class Mainloop:
     """
 
     def __init__(self, config, halves):
-        self.config, self.halves = config, halves
-        self.columns = config.tile_n // halves  # of an output's tile
+        self.config, self.halves = config, 1 if config.transposed else halves
+        self.rows = config.tile_m // halves * self.halves  # of an output's tile
+        self.columns = config.tile_n // self.halves
         self.consumers = config.sharing * WARPGROUP
         self.order = OrderBarrier(Barrier.ORDER) if config.form == "pingpong" else None
 
@@ -92,32 +93,33 @@ class Mainloop:
         return wgmma.tiled_mma((mA.element_type, mB.element_type), self.majors, config.tile_n, config.sharing)
 
     def operands(self, mA, mB):
-        """Operands as the kernel takes them; ``mB`` are the halves of b, or b alone."""
+        """Operands as the kernel takes them; ``mA`` and ``mB`` are the halves of a and of b, or each alone."""
         config = self.config
-        shape, half = (config.tile_m, config.tile_n, config.tile_k), (config.tile_m, self.columns, config.tile_k)
+        shape, half = (config.tile_m, config.tile_n, config.tile_k), (self.rows, self.columns, config.tile_k)
         major_a, major_b = (
-            LayoutEnum.ROW_MAJOR if is_last_contiguous(m) else LayoutEnum.COL_MAJOR for m in (mA, mB[0])
+            LayoutEnum.ROW_MAJOR if is_last_contiguous(m) else LayoutEnum.COL_MAJOR for m in (mA[0], mB[0])
         )
-        a_layout = hopper.make_smem_layout_a(major_a, shape, mA.element_type, config.stages)
-        b_layout, half_layout = (
+        a_layout, half_a = (
+            hopper.make_smem_layout_a(major_a, tile, mA[0].element_type, config.stages) for tile in (shape, half)
+        )
+        b_layout, half_b = (
             hopper.make_smem_layout_b(major_b, tile, mB[0].element_type, config.stages) for tile in (shape, half)
         )
-        a = load_tensor(mA, a_layout, (config.tile_m, config.tile_k), config.cluster_n)
-        b = [load_tensor(m, half_layout, (self.columns, config.tile_k), config.cluster_m) for m in mB]
+        a = [load_tensor(m, half_a, (self.rows, config.tile_k), config.cluster_n) for m in mA]
+        b = [load_tensor(m, half_b, (self.columns, config.tile_k), config.cluster_m) for m in mB]
         edge = []
         if config.edge_m:
             rows = (config.edge_m, *shape[1:])
-            layout = hopper.make_smem_layout_a(major_a, rows, mA.element_type, config.stages)
-            edge = [load_tensor(mA, layout, (config.edge_m, config.tile_k), config.cluster_n)]
-        return Operands(a, tuple(edge), tuple(b), b_layout)
+            layout = hopper.make_smem_layout_a(major_a, rows, mA[0].element_type, config.stages)
+            edge = [load_tensor(mA[0], layout, (config.edge_m, config.tile_k), config.cluster_n)]
+        return Operands(tuple(a), tuple(edge), tuple(b), (a_layout, b_layout))
 
     # --- in the kernel
 
     def stages(self, operands, dtypes, shared):
         """Both operands' stages in shared memory."""
         config = self.config
-        sA = shared.tensor("a", dtypes[0], operands.a.layout)
-        sB = shared.tensor("b", dtypes[1], operands.b_layout)
+        sA, sB = (shared.tensor(name, *each) for name, *each in zip("ab", dtypes, operands.layouts))
         bytes_ = sum(cute.size_in_bytes(s.element_type, cute.select(s.layout, mode=[0, 1])) for s in (sA, sB))
         cluster = (config.cluster_m, config.cluster_n, 1) if config.cluster_k == 1 else None
         mbarriers = shared.mbarriers("mainloop")
@@ -127,7 +129,7 @@ class Mainloop:
     def load(self, stages: cutlass.Constexpr, ranks, tiles: cutlass.Constexpr):
         """The role of the warp that loads: fill stages with tiles of both operands, tile after tile."""
         tile_copy, (few, copy_edge, few_bytes) = self._tile_copies(stages, ranks), self._edge(stages, ranks)
-        whole = cute.size(stages.operands.a.tensor, mode=[0])
+        whole, halves = cute.size(stages.operands.a[0].tensor, mode=[0]), len(stages.operands.a)
         producer = Producer(stages.pipeline)
         work = persistent(tiles.count)
         for index in cutlass.range(work.first, work.end, work.step, unroll=1):
@@ -145,19 +147,21 @@ class Mainloop:
                         copy_edge.load((row, k, *matrix), stage)
                     else:
                         tile_copy[0].load((row, k, *matrix), stage)
-                for copy in tile_copy[1:]:
+                for copy in tile_copy[1:halves]:
+                    copy.load((row, k, *matrix), stage)
+                for copy in tile_copy[halves:]:
                     copy.load((column, k, *matrix), stage)
         return producer
 
     def _tile_copies(self, stages, ranks):
-        """TMA copies of a's tiles, ``(tma, rest_m, rest_k)``, and of those of b or of each half of it."""
+        """TMA copies of a's tiles, ``(tma, rest_m, rest_k)``, or of each half of it, then of b's."""
         (a, _, b, _), sA, sB, _ = stages
-        config, every = self.config, (None,) * cute.rank(a.tensor)
-        gA = cute.local_tile(a.tensor, (config.tile_m, config.tile_k), every)  # (tile_m, tile_k, rest_m, rest_k)
-        copies, rows = [tma_copy(a.atom, sA, gA, self._sharing(ranks, 1))], (self.columns, config.tile_k)
-        for i, half in enumerate(b):
-            sHalf, gB = cute.local_tile(sB, rows, (i, 0, None)), cute.local_tile(half.tensor, rows, every)
-            copies.append(tma_copy(half.atom, sHalf, gB, self._sharing(ranks, 0)))
+        every, tile_k, copies = (None,) * cute.rank(a[0].tensor), self.config.tile_k, []
+        for halves, sX, rows, mode in ((a, sA, self.rows, 1), (b, sB, self.columns, 0)):
+            for i, half in enumerate(halves):
+                sHalf = sX if len(halves) == 1 else cute.local_tile(sX, (rows, tile_k), (i, 0, None))
+                gX = cute.local_tile(half.tensor, (rows, tile_k), every)  # (rows, tile_k, rest, rest_k)
+                copies.append(tma_copy(half.atom, sHalf, gX, self._sharing(ranks, mode)))
         return copies
 
     def _sharing(self, ranks, mode):

@@ -40,7 +40,7 @@ class GemmSm80:
     @cute.jit
     def launch(self, product, epilogue, stream):
         """Launch the kernel; arguments as those of :meth:`GemmSm90.launch`."""
-        config, (mA, mB), (operands, outputs, parts) = self.config, product, epilogue
+        config, ((mA,), mB), (operands, outputs, parts) = self.config, product, epilogue
         mPartials = parts[0][0] if const_expr(len(parts) > 0) else None
         self.dtype = mA.element_type
         mma = cute.make_tiled_mma(

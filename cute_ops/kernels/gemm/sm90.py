@@ -50,16 +50,17 @@ class GemmSm90:
         """Launch the kernel.
 
         Args:
-            operands: a, and b or both halves of it.
+            operands: a and b, both halves of one that is gate_up weights.
             epilogue: the epilogue's operands, its outputs and, for each part, its tensors.
             stream: the stream.
         """
         config, (mA, mB) = self.config, operands
         across = config.cluster_m * config.cluster_k
-        mma = self.mainloop.tiled_mma(mA, mB[0])
-        self.dtypes = (mA.element_type, mB[0].element_type)
+        mma = self.mainloop.tiled_mma(mA[0], mB[0])
+        self.dtypes = (mA[0].element_type, mB[0].element_type)
         operands, epilogue = self.mainloop.operands(mA, mB), self.store.arguments(*epilogue)
-        shape, order = (Int32(mA.shape[0]), Int32(mB[0].shape[0])), tile_order(config, mA, mB[0], self.mainloop.columns)
+        shape = Int32(mA[0].shape[0]), Int32(mB[0].shape[0])
+        order = tile_order(config, mA[0], mB[0], (self.mainloop.rows, self.mainloop.columns))
         self.kernel(mma, operands, epilogue, shape, order).launch(
             grid=[across, config.cluster_n, cluster_count(config, order)], block=[config.threads, 1, 1],
             cluster=[across, config.cluster_n, 1], stream=stream, use_pdl=self.pdl, min_blocks_per_mp=1,
@@ -71,7 +72,7 @@ class GemmSm90:
         operands, epilogue = _operands(operands), _epilogue(epilogue)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
-            for tensor in (operands.a, *operands.a_edge, *operands.b, *epilogue.tiles, *epilogue.outputs):
+            for tensor in (*operands.a, *operands.a_edge, *operands.b, *epilogue.tiles, *epilogue.outputs):
                 if const_expr(tensor.atom is not None):
                     cpasync.prefetch_descriptor(tensor.atom)
 
@@ -101,7 +102,7 @@ class GemmSm90:
                     self.store.tiles.load(subtiles.tiles, warp - 1, tiles)
         else:
             cute.arch.setmaxregister_increase(REGISTERS.multiply)
-            steps = cute.ceil_div(cute.size(operands.a.tensor, mode=[1]), config.tile_k)
+            steps = cute.ceil_div(cute.size(operands.a[0].tensor, mode=[1]), config.tile_k)
             self._multiply_and_store(mma, stages, subtiles, sums, (tiles, shape, steps))
 
     @cute.jit
@@ -116,7 +117,7 @@ class GemmSm90:
         warpgroup = cute.arch.make_warp_uniform(tidx // WARPGROUP)
         thread, group = tidx % self.store.threads, warpgroup if pingpong else 0
         fragments = self.mainloop.fragments(mma, stages, warpgroup)
-        halves = self.store.epilogue.halves
+        halves = self.mainloop.halves
         acc = whole = AccumulatorTile.of(mma, fragments.acc, thread, (config.tile_m, config.tile_n), halves)
         if const_expr(sums is not None):
             acc = self.mainloop.stored(stages, thread)
@@ -148,9 +149,8 @@ class GemmSm90:
 
 def _operands(given):
     """Operands as named tuples, which arguments of kernels are not."""
-    a, edge, b, b_layout = given
-    edge, b = (tuple(TmaTensor(*part) for part in each) for each in (edge, b))
-    return Operands(TmaTensor(*a), edge, b, b_layout)
+    *loaded, layouts = given
+    return Operands(*(tuple(TmaTensor(*part) for part in each) for each in loaded), layouts)
 
 
 def _epilogue(given):

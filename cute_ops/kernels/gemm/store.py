@@ -58,8 +58,9 @@ class Store:
         self.config, self.epilogue = config, epilogue
         rows = (RowPartials(epilogue.rows),) if epilogue.rows.reductions else ()
         self.parts = (*rows, *parts)
-        self.columns = config.stored_n // epilogue.halves
-        self.subtiles = Subtiles(config, self.columns, config.subtile(*epilogue.itemsizes))
+        down, across = (epilogue.halves, 1) if config.transposed else (1, epilogue.halves)
+        tile = config.tile_m // down, config.stored_n // across
+        self.subtiles = Subtiles(config, *tile, config.subtile(*epilogue.itemsizes))
         self.tiles = OperandTiles(config, self.subtiles, epilogue.operands, epilogue.by_tma)
         self.outputs = OutputTiles(config, self.subtiles, epilogue.outputs)
         self.threads, self.count = self.outputs.threads, self.subtiles.count
@@ -106,7 +107,7 @@ class Store:
             across = self.subtiles.across
             if const_expr(i % across == 0):
                 groups = {}
-            results = self.epilogue.compute(acc.values(chunk), loaded, chunk, groups)
+            results = self.epilogue.compute(self.subtiles.values(acc, chunk), loaded, chunk, groups)
             for part, state in zip(self.parts, states):
                 part.subtile(state, Subtile(chunk, results, i % across == 0, i % across == across - 1), tile)
             stage = self.subtiles.stage(tile, i)

@@ -26,13 +26,19 @@ class Subtiles:
 
     Attributes:
         config: of the product.
-        columns: of an output's tile.
+        rows, columns: of an output's tile.
         shape: of a subtile.
     """
 
     config: GemmConfig
+    rows: int
     columns: int
     shape: tuple[int, int]
+
+    @property
+    def major(self):
+        """Which way outputs and tiles lie in memory: the output's rows are columns of a transposed tile."""
+        return LayoutEnum.COL_MAJOR if self.config.transposed else LayoutEnum.ROW_MAJOR
 
     @property
     def across(self):
@@ -48,7 +54,7 @@ class Subtiles:
                 one output stage, which would be written while it is stored.
         """
         sub_m, sub_n = self.shape
-        count, left = divmod(self.config.tile_m * self.columns, sub_m * sub_n)
+        count, left = divmod(self.rows * self.columns, sub_m * sub_n)
         if left or sub_n < LEAST_STORED or self.config.store_stages < 2:
             raise ValueError(f"{count} subtiles of {sub_m} x {sub_n} with {self.config.store_stages} stages")
         return count
@@ -62,21 +68,32 @@ class Subtiles:
     def coordinate(self, tile, i):
         """Of the i-th subtile of a tile: row, column and, of a batch, the matrix, in subtiles."""
         row, column, *batch = tile
-        repeats = self.config.tile_m // self.shape[0]
+        repeats = self.rows // self.shape[0]
         return row * repeats + i // self.across, column * self.across + i % self.across, *batch
 
     def chunk(self, acc, tile, i):
         """The coordinates of a thread's accumulators in the i-th subtile."""
         (row, column, *batch), pairs = tile.coordinate, self.shape[1] // 8
         repeat_m, repeat_n = divmod(i, self.across)
-        origin = row * self.config.tile_m, column * self.columns
+        origin = row * self.rows, column * self.columns
         return acc.chunk(repeat_m, range(repeat_n * pairs, (repeat_n + 1) * pairs), origin, tile.shape, batch)
+
+    def values(self, acc, chunk):
+        """The accumulators of a chunk, see :meth:`AccumulatorTile.values`; of transposed tiles those of the up
+        projection are in the rows behind the gate's.
+        """
+        if self.rows == self.config.tile_m:
+            return acc.values(chunk)
+
+        def value(half, v, distance):
+            repeat = chunk.repeat_m + half * (acc.repeats_m // 2)
+            return acc.acc[2 * repeat + v // 2 % 2, acc.index[chunk.tile_columns[v // 4]] + v % 2]
+
+        return value
 
     def tensor(self, make, tensor, m, stages):
         """A tensor in subtiles as the kernel takes it: with a TMA copy that ``make`` makes, where TMA can take it."""
-        layout = hopper.make_smem_layout_epi(
-            m.element_type, LayoutEnum.ROW_MAJOR, self.shape, stages * self.config.groups
-        )
+        layout = hopper.make_smem_layout_epi(m.element_type, self.major, self.shape, stages * self.config.groups)
         matrix = tensor.matrix(m)
         return make(matrix, layout, self.shape) if tensor.by_tma else TmaTensor(None, matrix, layout)
 
@@ -153,7 +170,7 @@ class OperandTiles:
         """A thread's elements of the next subtile of each tile, in the order of its accumulators."""
         stage, found = consumer.wait(), []
         for sC in stages.sC:
-            copy = _by_accumulators(acc, _load_atom(sC.element_type), thread)
+            copy = _by_accumulators(acc, _load_atom(sC.element_type, self.subtiles.major), thread)
             tSsC = copy.partition_S(sC)  # (copy, copies_m, copies_n, stages)
             rC = cute.make_rmem_tensor(copy.partition_D(sC).shape[:3], sC.element_type)
             cute.copy(copy, tSsC[None, None, None, stage], copy.retile(rC))
@@ -203,7 +220,7 @@ class OutputTiles:
     def write(self, stages, results, acc, thread, stage):
         """Write a thread's results of a subtile to shared memory, rounded."""
         for sD, rX in zip(stages.sD, results):
-            copy = _by_accumulators(acc, _store_atom(sD.element_type), thread)
+            copy = _by_accumulators(acc, _store_atom(sD.element_type, self.subtiles.major), thread)
             rD = cute.make_rmem_tensor(copy.partition_S(sD).shape[:3], sD.element_type)
             rD.store(cute.make_tensor(rX.iterator, rD.layout).load().to(sD.element_type))
             cute.copy(copy, rD, copy.partition_D(sD)[None, None, None, stage])
@@ -244,9 +261,11 @@ def _by_accumulators(acc, atom, thread):
     return cute.make_tiled_copy_S(atom, cute.make_tiled_copy_C_atom(by_matrix, acc.mma)).get_slice(thread)
 
 
-def _store_atom(dtype):
-    return hopper.get_smem_store_op(LayoutEnum.ROW_MAJOR, dtype, cutlass.Float32)
+def _store_atom(dtype, major):
+    return hopper.get_smem_store_op(major, dtype, cutlass.Float32)
 
 
-def _load_atom(dtype):
-    return cute.make_copy_atom(LdMatrix8x8x16bOp(False, 4), dtype) if dtype.width == 16 else _store_atom(dtype)
+def _load_atom(dtype, major):
+    if dtype.width != 16:
+        return _store_atom(dtype, major)
+    return cute.make_copy_atom(LdMatrix8x8x16bOp(major.is_m_major_c(), 4), dtype)

@@ -11,13 +11,13 @@ from cute_ops.kernels.gemm.config import GemmConfig
 from cute_ops.kernels.gemm.scheduler import bytes_by_grouping, tile_count, tile_of_batch
 
 
-def tile_order(config, mA, mB, columns):
+def tile_order(config, mA, mB, tile):
     """The order in which clusters take tiles: rows and columns of clusters' tiles, whether columns are grouped, and of
     a batch the number of matrices.
     """
     m, n = Int32(mA.shape[0]), Int32(mB.shape[0])
-    rows = cute.ceil_div(m, config.tile_m * config.cluster_m)
-    across = cute.ceil_div(n, columns * config.cluster_n)
+    rows = cute.ceil_div(m, tile[0] * config.cluster_m)
+    across = cute.ceil_div(n, tile[1] * config.cluster_n)
     by_rows, by_columns = bytes_by_grouping(rows, across, config.group, Int64(m), Int64(n))
     batch = (cute.size(mA, mode=[2]),) if const_expr(cute.rank(mA) > 2) else ()
     return rows, across, Int32(by_columns < by_rows), *batch

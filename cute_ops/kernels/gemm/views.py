@@ -26,7 +26,7 @@ def by_row(m, key):
 
 def by_column(m, key):
     """A tensor as a matrix with its leading dims as columns."""
-    return _transposed(by_row(m, key))
+    return transposed(by_row(m, key))
 
 
 def each_by_row(m, key):
@@ -47,10 +47,11 @@ def each_by_row(m, key):
 
 def each_by_column(m, key):
     """A tensor as matrices, each transposed: (columns, rows, batch)."""
-    return _transposed(each_by_row(m, key))
+    return transposed(each_by_row(m, key))
 
 
-def _transposed(m):
+def transposed(m):
+    """A matrix, or each of a batch, transposed."""
     modes = [1, 0, *range(2, cute.rank(m))]
     return cute.make_tensor(m.iterator, cute.select(m.layout, mode=modes))
 

@@ -160,6 +160,7 @@ class EpilogueCost(NamedTuple):
         mufu: instructions for each element that an SM does 16 of in a cycle.
         fma: other instructions for each element.
         group: columns of a group, which must lie in one tile.
+        transposes: whether tiles may be of the output's transpose.
     """
 
     outputs: tuple[int, ...] = (2,)
@@ -171,6 +172,7 @@ class EpilogueCost(NamedTuple):
     mufu: int = 0
     fma: int = 0
     group: int = 1
+    transposes: bool = False
 
     def registers(self, config: GemmConfig) -> int:
         """The registers of a thread while it computes its first subtile: accumulators, what is loaded for this subtile
@@ -207,7 +209,7 @@ def _configs(arch: str, sm_count: int, cost: EpilogueCost) -> Iterator[GemmConfi
             config = replace(config, store_bytes=LEAST_STORED * min(cost.outputs))
         if cost.registers(config) > MULTIPLY_REGISTERS:
             continue
-        fitting = list(_with_stages(config, arch, cost))
+        fitting = list(with_stages(config, arch, cost))
         if fitting:
             yield next((c for c in fitting if c.stages >= ENOUGH_STAGES), fitting[-1])
 
@@ -216,13 +218,13 @@ def _shapes(sm_count: int) -> Iterator[GemmConfig]:
     """Tiles and clusters, without stages."""
     for (form, tile_m, tile_n), cluster in product(TILES, CLUSTERS):
         if (math.prod(cluster) <= 2 and (tile_m != THREE_BLOCKS or cluster[0] == 1)) or tile_m == MMA_M:
-            yield GemmConfig(form, tile_m, tile_n, 1, _at_once(sm_count, math.prod(cluster)), *cluster)
+            yield GemmConfig(form, tile_m, tile_n, 1, clusters_at_once(sm_count, math.prod(cluster)), *cluster)
     for (form, tile_m, tile_n), count in product(TILES_K, CLUSTERS_K):
         if tile_n % (8 * count) == 0:
-            yield GemmConfig(form, tile_m, tile_n, 1, _at_once(sm_count, count), cluster_k=count)
+            yield GemmConfig(form, tile_m, tile_n, 1, clusters_at_once(sm_count, count), cluster_k=count)
 
 
-def _at_once(sm_count: int, ctas: int) -> int:
+def clusters_at_once(sm_count: int, ctas: int) -> int:
     """Clusters of so many CTAs that run at once: those of three or four leave up to two SMs of each group. So 30 of
     four ran on the H200 that was measured; on another it may be 29. A group has 16 SMs at least for larger ones. None
     where there are fewer SMs.
@@ -235,7 +237,7 @@ def _at_once(sm_count: int, ctas: int) -> int:
     return min(found, max(sm_count // (GPC_SMS - 2) * ((GPC_SMS - 2) // ctas), 1))
 
 
-def _with_stages(config: GemmConfig, arch: str, cost: EpilogueCost) -> Iterator[GemmConfig]:
+def with_stages(config: GemmConfig, arch: str, cost: EpilogueCost) -> Iterator[GemmConfig]:
     """A config with fewer and fewer stages of subtiles, and so more and more of the operands."""
     sub_m, sub_n = config.subtile(*cost.outputs, *cost.tiles)
     subtiles = config.tile_m * (config.stored_n // (1 + cost.gate_up)) // (sub_m * sub_n)
@@ -313,7 +315,7 @@ def _without_cluster(chosen: GemmConfig, near: Iterable[GemmConfig]) -> GemmConf
 def _is_for(config: GemmConfig, size: GemmSize, cost: EpilogueCost) -> bool:
     """Whether a config was measured not to lose in products of so many rows."""
     if config.tile_m == THREE_BLOCKS:
-        return size.m in OF_THREE_BLOCKS and (not cost.tiles or _tiles(config, size, cost) <= config.clusters)
+        return size.m in OF_THREE_BLOCKS and (not cost.tiles or count_tiles(config, size, cost) <= config.clusters)
     if config.tile_m == 2 * MMA_M and (config.tile_n, config.cluster_k) in SHARED_128:
         return size.m > MMA_M
     return size.m <= MMA_M or not _for_few_rows(config)
@@ -321,7 +323,7 @@ def _is_for(config: GemmConfig, size: GemmSize, cost: EpilogueCost) -> bool:
 
 def stores_few(config: GemmConfig) -> bool:
     """Whether a tile is stored by few columns at a time, as tiles of NARROW and NARROW_128 are."""
-    return config.store_bytes < STORE_BYTES
+    return config.store_bytes < STORE_BYTES and not config.transposed
 
 
 def _for_few_rows(config: GemmConfig) -> bool:
@@ -334,9 +336,10 @@ def _for_one_wave(config: GemmConfig) -> bool:
     return stores_few(config) or config.cluster_m * config.cluster_n > 2
 
 
-def _tiles(config: GemmConfig, size: GemmSize, cost: EpilogueCost) -> int:
+def count_tiles(config: GemmConfig, size: GemmSize, cost: EpilogueCost) -> int:
     """The tiles of a product, or clusters' groups of them."""
-    rows, columns = config.tile_m * config.cluster_m, config.tile_n // (1 + cost.gate_up) * config.cluster_n
+    (rows, columns), (cluster_m, cluster_n) = config.tile, config.cluster
+    rows, columns = rows * cluster_m, columns // (1 + cost.gate_up) * cluster_n
     return size.batch * -(-size.m // rows) * -(-size.n // columns)
 
 
@@ -344,7 +347,7 @@ def _fits_one_wave(config: GemmConfig, size: GemmSize, cost: EpilogueCost, least
     """Whether a config for one wave computes a product in one. Of few rows, tiles that are stored by few columns gain
     by keeping most SMs busy, those whose terms CTAs share where they keep few busy.
     """
-    if not _for_one_wave(config) or _tiles(config, size, cost) > config.clusters:
+    if not _for_one_wave(config) or count_tiles(config, size, cost) > config.clusters:
         return False
     busy = _busy_sms(config, size, cost)
     if not _for_few_rows(config):
@@ -354,7 +357,7 @@ def _fits_one_wave(config: GemmConfig, size: GemmSize, cost: EpilogueCost, least
 
 def _busy_sms(config: GemmConfig, size: GemmSize, cost: EpilogueCost) -> float:
     """The CTAs that run at once, in the mean of all waves."""
-    tiles = _tiles(config, size, cost)
+    tiles = count_tiles(config, size, cost)
     return tiles / -(-tiles // config.clusters) * config.ctas
 
 
@@ -386,7 +389,7 @@ def slowest_cycles(config: GemmConfig, size: GemmSize, cost: EpilogueCost = PLAI
     """How long those SMs take that have the most to do. Two beside each other share a path to memory: 24 x 11008 x 1024
     took 11.0 us by 69 CTAs with tiles of 160 columns, and 9.2 by 63 with 176.
     """
-    tiles = _tiles(config, size, cost)
+    tiles = count_tiles(config, size, cost)
     at_once = min(tiles, config.clusters) * config.ctas
     waves = -(-tiles // config.clusters)
     tiles_m = -(-size.m // config.tile_m)
@@ -422,16 +425,16 @@ def sm_cycles(config: GemmConfig, size: GemmSize, cost: EpilogueCost = PLAIN) ->
     do not multiply while they compute its epilogue. Of two with a tile each, one computes its epilogue while the other
     multiplies, except for the last tile.
     """
-    rows, columns, width = config.tile_m, config.tile_n, config.tile_n // (1 + cost.gate_up)
-    rates, tiles = rates_of(size), _tiles(config, size, cost)
+    rows, columns, width = config.tile_m, config.tile_n, config.tile[1] // (1 + cost.gate_up)
+    rates, tiles = rates_of(size), count_tiles(config, size, cost)
     waves, at_once = -(-tiles // config.clusters), min(tiles, config.clusters)
     steps, row_bytes = -(-size.k // (config.tile_k * config.cluster_k)), config.tile_k * OPERAND_BYTES[0]
     multiply = rows * columns * config.tile_k // MMA
     shared = (rows + columns + rows // MMA_M * (MMA_M + columns)) * row_bytes // SHARED_BYTES
     multiply += max(shared - multiply, 0) // CONTENTION
-    step_bytes = (loaded(config, size) + PAST_END * _past_end(config, size, width)) * row_bytes
+    step_bytes = (loaded(config, size) + PAST_END * rows_past_end(config, size, width)) * row_bytes
     inside = steps * max(multiply, LEAST_STEP, int(step_bytes * at_once) // (config.clusters * rates.l2))
-    after = _after(config, size, cost)
+    after = epilogue_cycles(config, size, cost)
     if config.cluster_k > 1:
         exchange = EXCHANGE + rows * columns * 4 // EXCHANGE_BYTES + PEER * max(config.cluster_k - 4, 0)
         return waves * (inside + after + exchange) + (waves - 1) * START
@@ -444,7 +447,7 @@ def rates_of(size: GemmSize) -> Rates:
     return FEW_ROWS if size.m <= MMA_M else MANY_ROWS
 
 
-def _after(config: GemmConfig, size: GemmSize, cost: EpilogueCost) -> int:
+def epilogue_cycles(config: GemmConfig, size: GemmSize, cost: EpilogueCost) -> int:
     """The cycles of a tile's epilogue."""
     elements, (sub_m, sub_n) = (
         config.tile_m * (config.stored_n // (1 + cost.gate_up)),
@@ -455,21 +458,23 @@ def _after(config: GemmConfig, size: GemmSize, cost: EpilogueCost) -> int:
     return moved + elements * cost.mufu // MUFU + elements * cost.fma // FMA + SUBTILE * elements // (sub_m * sub_n)
 
 
-def _past_end(config: GemmConfig, size: GemmSize, width: int) -> int:
+def rows_past_end(config: GemmConfig, size: GemmSize, width: int) -> int:
     """Rows past the end of both operands that a CTA loads beside others, in the mean."""
-    tiles_m = -(-size.m // (config.tile_m * config.cluster_m)) * config.cluster_m
-    tiles_n = -(-size.n // (width * config.cluster_n)) * config.cluster_n
-    past_m, past_n = tiles_m * config.tile_m - size.m, tiles_n * width - size.n
+    (tile_m, tile_n), (cluster_m, cluster_n) = config.tile, config.cluster
+    tiles_m = -(-size.m // (tile_m * cluster_m)) * cluster_m
+    tiles_n = -(-size.n // (width * cluster_n)) * cluster_n
+    past_m, past_n = tiles_m * tile_m - size.m, tiles_n * width - size.n
     if config.edge_m:
-        past_m -= config.tile_m - config.edge_m
-    return past_m // tiles_m + past_n * (config.tile_n // width) // tiles_n
+        past_m -= tile_m - config.edge_m
+    return past_m // tiles_m + past_n * (tile_n // width) // tiles_n
 
 
 def loaded(config: GemmConfig, size: GemmSize) -> float:
     """Rows of both operands that a CTA loads; what the CTAs of a cluster share counts for each by its share, and rows
     off a line by the time that L2 takes for them.
     """
-    return config.tile_m // config.cluster_n * size.off_a + config.tile_n // config.cluster_m * size.off_b
+    (tile_m, tile_n), (cluster_m, cluster_n) = config.tile, config.cluster
+    return tile_m // cluster_n * size.off_a + tile_n // cluster_m * size.off_b
 
 
 def busy(config: GemmConfig, size: GemmSize, sm_count: int) -> float:
@@ -528,5 +533,5 @@ def others(heuristic: GemmConfig, size: GemmSize, cost: EpilogueCost, arch: str,
     times = {c: slowest_cycles(c, size, cost) for c in possible}
     least = min((time for config, time in times.items() if not _for_one_wave(config)), default=math.inf)
     yield from (c for c, time in times.items() if time <= least * (1 if _for_one_wave(c) else NEAR))
-    yield from _with_stages(heuristic, arch, cost)
+    yield from with_stages(heuristic, arch, cost)
     yield from (replace(heuristic, group=group) for group in RASTERS)

@@ -312,7 +312,8 @@ class _Product:
         return GemmSize.of(problem, SIZES, (problem.size(problem.contiguous.get("x", "k")), row))
 
     def cost(self, problem: Problem) -> EpilogueCost:
-        return self.epilogue.cost(problem, self._half_start(problem), SWIZZLED if self.across else 8)
+        cost = self.epilogue.cost(problem, self._half_start(problem), SWIZZLED if self.across else 8)
+        return cost._replace(transposes=cost.transposes and not self.is_batch)
 
     def _half_start(self, problem: Problem) -> int:
         """Bytes, at most a vector's, that divide where second halves start."""
@@ -570,7 +571,18 @@ class _Epilogue:
         return EpilogueCost(
             tuple(ITEMSIZE[problem.dtypes[name]] for name in outputs), tuple(tiles), self.packed, blocks, vectors,
             _live(expression), mufu, fma + len(primitives), math.lcm(*sizes(expression)),
+            self._transposes(problem, expression, outputs, len(tiles)),
         )  # fmt: skip
+
+    def _transposes(self, problem: Problem, expression: Expression, outputs: Sequence[str], by_tma: int) -> bool:
+        """Whether tiles may be of the output's transpose: where TMA takes all that has rows and columns, and no value
+        depends on its column.
+        """
+        kinds = [expression.operands[read.operand].kind for read in reads(expression) if read.operand]
+        whole = sum(kind.rows and kind.columns for kind in kinds)
+        stored = all(problem.aligns.get(name) == VECTOR_BYTES for name in outputs)
+        length = any(node.primitive == "n" for node in expression.nodes)
+        return self.by_element and stored and whole == by_tma and not length
 
     def workspace(self, problem: Problem, config: Config) -> dict[str, Array | None]:
         """The workspace of reductions of rows: partial results, of each tile."""

@@ -24,7 +24,8 @@ from cute_ops.ops.batches import batch_of, each
 from cute_ops.ops.expression.formula import Formula
 from cute_ops.ops.expression.pointwise import pointwise
 from cute_ops.ops.gemm.choice import fallback
-from cute_ops.ops.gemm.config import SWIZZLED, EpilogueCost, GemmSize, choose, in_place, space_of, without_tma
+from cute_ops.ops.gemm.config import SWIZZLED, EpilogueCost, GemmSize, in_place, space_of, without_tma
+from cute_ops.ops.gemm.transposed import choose
 
 HALVES = ("bfloat16", "float16")
 MOST_ROWS = 2**31 - 2**16  # rows are counted in 32 bits, and a tile may reach beyond the last one
@@ -72,7 +73,10 @@ def declare(
 
     def epilogue_cost(problem: Problem) -> EpilogueCost:
         _, blocks = loads(problem, list(inputs), sizes[2])
-        return EpilogueCost((ITEMSIZE[problem.dtypes[next(iter(outputs))]],), blocks=blocks)
+        return EpilogueCost(
+            (ITEMSIZE[problem.dtypes[out]],), blocks=blocks,
+            transposes=not is_batch and problem.aligns.get(out) == VECTOR_BYTES,
+        )  # fmt: skip
 
     def size(problem: Problem) -> GemmSize:
         return GemmSize.of(problem, sizes, [problem.size(problem.contiguous[name]) for name in inputs])
