@@ -28,16 +28,18 @@ def _fresh() -> Iterator[None]:
         yield
 
 
-def entries_of(function: Callable[..., Tensor], *given: Tensor, dynamic: bool = False) -> dict[str, list[str]]:
+def entries_of(
+    function: Callable[..., Tensor], *given: Tensor, dynamic: bool = False, backend: Any = through_autograd
+) -> dict[str, list[str]]:
     """What became of the parts of a function, whose results and gradients are as near to float64's as its own."""
 
     def results(run: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor]:
         leaves = [t.detach().to(dtype).requires_grad_() for t in given]
         out = run(*leaves)
-        out.double().tanh().mul(torch.linspace(-1, 1, out.shape[-1])).sum().backward()
+        out.double().tanh().mul(torch.linspace(-1, 1, out.shape[-1], device=out.device)).sum().backward()
         return [out.detach().double(), *(t.grad.double() for t in leaves if t.grad is not None)]
 
-    compiled = torch.compile(function, backend=through_autograd, fullgraph=True, dynamic=dynamic)
+    compiled = torch.compile(function, backend=backend, fullgraph=True, dynamic=dynamic)
     exact, plain, ours = (
         results(run, dtype)
         for run, dtype in ((function, torch.float64), (function, torch.bfloat16), (compiled, torch.bfloat16))
@@ -52,20 +54,24 @@ def entries_of(function: Callable[..., Tensor], *given: Tensor, dynamic: bool = 
     return found
 
 
-def drawn(kind: str, draw: random.Random) -> tuple[Callable[..., Tensor], tuple[Tensor, Tensor, Tensor], bool]:
+def drawn(
+    kind: str, draw: random.Random, size: int = SIZE, longest: int = 40, device: str = "cpu"
+) -> tuple[Callable[..., Tensor], tuple[Tensor, Tensor, Tensor], bool]:
     """A function with a mask of a kind, its arrays, and whether its mask is causal or a window, too."""
-    batch, groups, times, queries = draw.randint(1, 3), draw.randint(1, 2), draw.randint(1, 3), draw.randint(2, 40)
+    batch, groups, times = draw.randint(1, 3), draw.randint(1, 2), draw.randint(1, 3)
+    queries = draw.randint(longest // 20, longest)
     keys = queries if draw.random() < 0.7 else queries + draw.randint(1, 20)
     band = draw.choice(["", "", "causal", "window"]) if keys == queries else ""
     scale = draw.choice([None, 0.3])
     make = torch.Generator().manual_seed(draw.randrange(1 << 30))
     shapes = (batch, groups * times, queries), *[(batch, groups, keys)] * 2
-    q, k, v = (torch.randn(*shape, SIZE, generator=make) for shape in shapes)
-    lengths = torch.randint(0, keys + 1, (batch,), generator=make)  # of no keys, too
-    slopes = torch.rand(groups * times, generator=make)
+    q, k, v = (torch.randn(*shape, size, generator=make).to(device) for shape in shapes)
+    lengths = torch.randint(0, keys + 1, (batch,), generator=make).to(device)  # of no keys, too
+    slopes = torch.rand(groups * times, generator=make).to(device)
 
     def mask() -> Tensor:
-        place, key = torch.arange(queries)[:, None] + (keys - queries), torch.arange(keys)
+        key = torch.arange(keys, device=device)
+        place = torch.arange(queries, device=device)[:, None] + (keys - queries)
         terms = {
             "padding": lambda: (key < lengths[:, None]).long()[:, None, None] > 0,
             "lengths": lambda: key < lengths[:, None, None, None],

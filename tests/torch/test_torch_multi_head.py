@@ -31,27 +31,29 @@ def _fresh() -> Iterator[None]:
         yield
 
 
-def drawn(seed: int, dtype: torch.dtype) -> tuple[nn.MultiheadAttention, list[Tensor], dict[str, Any]]:
-    """A module with its tensors and masks. No mask hides all keys."""
+def drawn(
+    seed: int, dtype: torch.dtype, size: int = SIZE, times: int = 1
+) -> tuple[nn.MultiheadAttention, list[Tensor], dict[str, Any]]:
+    """A module with its tensors, ``times`` as long, and masks. No mask hides all keys."""
     rng = random.Random(f"multi-head {seed}")
     torch.manual_seed(seed)
     kind, batched = rng.choice(("self", "cross", "apart", "other sizes")), rng.random() < 0.8
     sizes = {"kdim": 24, "vdim": 40} if kind == "other sizes" else {}
     module = nn.MultiheadAttention(
-        E, HEADS, bias=rng.random() < 0.7, batch_first=rng.random() < 0.5, dtype=dtype, **sizes
+        HEADS * size, HEADS, bias=rng.random() < 0.7, batch_first=rng.random() < 0.5, dtype=dtype, **sizes
     )
     for parameter in module.parameters():
-        nn.init.normal_(parameter, std=0.3)
-    queries, batch = rng.choice((1, 5, 8)), rng.choice((1, 3))
-    keys = queries if kind == "self" else rng.choice((2, 7))
+        nn.init.normal_(parameter, std=0.3 * math.sqrt(SIZE / size))
+    queries, batch = times * rng.choice((1, 5, 8)), rng.choice((1, 3))
+    keys = queries if kind == "self" else times * rng.choice((2, 7))
 
     def tensor(length: int, columns: int) -> Tensor:
         lead = ((batch, length) if module.batch_first else (length, batch)) if batched else (length,)
         return torch.randn(*lead, columns).to(dtype).requires_grad_()
 
-    query = tensor(queries, E)
-    key = query if kind == "self" else tensor(keys, sizes.get("kdim", E))
-    value = key if kind in ("self", "cross") else tensor(keys, sizes.get("vdim", E))
+    query = tensor(queries, HEADS * size)
+    key = query if kind == "self" else tensor(keys, sizes.get("kdim", HEADS * size))
+    value = key if kind in ("self", "cross") else tensor(keys, sizes.get("vdim", HEADS * size))
     options: dict[str, Any] = {"need_weights": rng.random() < 0.5}
     floats = rng.random() < 0.5
 
@@ -97,7 +99,7 @@ def run(function: Any, tensors: list[Tensor], parameters: list[Tensor]) -> list[
     out = function(*tensors)
     generator = torch.Generator().manual_seed(0)
     trained = [*dict.fromkeys(each for each in tensors if each.requires_grad), *parameters]
-    grads = torch.autograd.grad(out, trained, torch.randn(out.shape, generator=generator).to(out.dtype))
+    grads = torch.autograd.grad(out, trained, torch.randn(out.shape, generator=generator).to(out))
     return [out.detach(), *grads]
 
 
@@ -125,7 +127,7 @@ def test_modules_in_the_pass(seed: int) -> None:
     exact = run(
         lambda *given: wide(*given, **{k: v.double() if torch.is_tensor(v) and v.is_floating_point() else v
                                        for k, v in options.items()})[0],
-        _alike(tensors, torch.float64), [*wide.parameters()],
+        alike(tensors, torch.float64), [*wide.parameters()],
     )  # fmt: skip
     backend = random.Random(seed).choice((only_the_pass, through_autograd))
     compiled = torch.compile(lambda *given: module(*given, **options)[0], backend=backend, fullgraph=True)
@@ -133,8 +135,8 @@ def test_modules_in_the_pass(seed: int) -> None:
     near(run(compiled, tensors, [*module.parameters()]), plain, exact)
 
 
-def _alike(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    made = {each: each.detach().to(dtype).requires_grad_() for each in tensors}
+def alike(tensors: list[Tensor], dtype: torch.dtype, device: str = "cpu") -> list[Tensor]:
+    made = {each: each.detach().to(device, dtype).requires_grad_() for each in tensors}
     return [made[each] for each in tensors]
 
 
@@ -149,10 +151,11 @@ class Encoder(nn.Module):
     def forward(self, x: Tensor, padding: Tensor) -> Tensor:
         length = x.shape[1 if self.layers.layers[0].self_attn.batch_first else 0]
         if self.mask == "causal":
-            mask = nn.Transformer.generate_square_subsequent_mask(length, dtype=x.dtype)
+            mask = nn.Transformer.generate_square_subsequent_mask(length, device=x.device, dtype=x.dtype)
             return self.layers(x, mask, is_causal=False)
         if self.mask == "hinted":
-            return self.layers(x, torch.ones(length, length, dtype=torch.bool).triu(1), is_causal=True)
+            hidden = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
+            return self.layers(x, hidden, is_causal=True)
         return self.layers(x, src_key_padding_mask=padding) if self.mask == "padding" else self.layers(x)
 
 
@@ -225,7 +228,7 @@ def test_decoders_in_the_pass() -> None:
     given = [torch.randn(2, n, E).bfloat16().requires_grad_() for n in (7, 5)]
     compiled = torch.compile(model, backend=through_autograd, fullgraph=True)
     results = [run(of, given, [*model.parameters()]) for of in (compiled, model)]
-    near(*results, run(wide, _alike(given, torch.float64), [*wide.parameters()]))
+    near(*results, run(wide, alike(given, torch.float64), [*wide.parameters()]))
     assert inductor.replaced["attention"] == 5
 
 
@@ -337,7 +340,7 @@ def test_patched_modules(seed: int, calls: list[bool]) -> None:
     state = {name: value.clone() for name, value in module.state_dict().items()}
     assert list(cute_ops_torch.patch(module)) == [("", "attention")]
     results = []
-    for of, given in ((module, tensors), (plain, tensors), (wide, _alike(tensors, torch.float64))):
+    for of, given in ((module, tensors), (plain, tensors), (wide, alike(tensors, torch.float64))):
         more = {
             k: v.to(given[0].dtype) if torch.is_tensor(v) and v.is_floating_point() else v for k, v in options.items()
         }
@@ -525,7 +528,7 @@ def test_patched_encoders(calls: list[bool]) -> None:
     mask = nn.Transformer.generate_square_subsequent_mask(5, dtype=torch.bfloat16)
     results = [
         run(lambda x, y, of=of: of(x, y, tgt_mask=mask.to(x.dtype)), each, [*of.parameters()])
-        for of, each in ((narrow, given), (plain, given), (model, _alike(given, torch.float32)))
+        for of, each in ((narrow, given), (plain, given), (model, alike(given, torch.float32)))
     ]
     near(*results)
     assert calls == [False] * 2 + [True, False] * 2
