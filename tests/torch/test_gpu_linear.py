@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 import os
+import random
+import secrets
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,6 +32,7 @@ from cute_ops.jit.plan import Plan, plan
 from cute_ops.kernels.gemm.config import GemmConfig
 from cute_ops.ops import PRODUCTS as NAMED
 from cute_ops.ops.gemm import config as gemm_config
+from cute_ops.ops.gemm import transposed
 from cute_ops.ops.gemm.accumulate import linear_dweight_add
 from cute_ops.ops.gemm.config import CLUSTERS, TILES, EpilogueCost, configs, without_tma
 from cute_ops.ops.gemm.linear import HALVES, PRODUCTS, linear, linear_dweight, linear_dx, linear_float32
@@ -150,7 +153,7 @@ def filling(op: Op, tensors: list[torch.Tensor], config: GemmConfig) -> tuple[Ca
 def planned(binding: Binding, places: Mapping[str, Memory], config: GemmConfig) -> Plan:
     """With this config, as it is for the op's output and for this GPU."""
     where, itemsize = target.of_device(), 4 if binding.op in (linear_float32, linear_float32.batched) else 2
-    if config.form == "mma_sync":
+    if config.form == "mma_sync" or config.transposed:
         return plan(binding, places, where, config=config.flat())
     fitting = next(c for c in configs(where.arch, where.sm_count, EpilogueCost((itemsize,))) if name(c) == name(config))
     return plan(binding, places, where, config=fitting.flat())
@@ -215,6 +218,21 @@ def test_many_tiles(config: GemmConfig, k: int) -> None:
 @few_configs
 def test_every_layout(product: Op, config: GemmConfig) -> None:
     check(product, (1024, 768, 512), config)
+
+
+@pytest.mark.parametrize("product", [linear, linear_dx, linear_float32], ids=lambda op: op.name)
+def test_transposed_tiles(product: Op) -> None:
+    """Drawn configs, each with one tile and with several of which some are past the end along each dim."""
+    where, seed = target.of_device(), secrets.randbelow(1 << 30)
+    if sm(where.arch) != 90:
+        pytest.skip("the kernel runs on SM 9.0 alone")
+    rng, itemsize = random.Random(seed), 4 if product is linear_float32 else 2
+    cost = EpilogueCost((itemsize,), blocks=64 if product is linear_dx else 8, transposes=True)
+    for config in rng.sample(transposed.configs(where.arch, where.sm_count, cost), 6):
+        (tile_m, tile_n), k = config.tile, 8 * rng.randint(1, 500)
+        for m, n in ((tile_m, tile_n), (rng.randint(1, 4 * tile_m), 8 * rng.randint(1, 1000))):
+            print(f"seed {seed}: {m, n, k}, {config}")
+            check(product, (m, k, n) if product is linear_dx else (m, n, k), config)
 
 
 SIZES = [
