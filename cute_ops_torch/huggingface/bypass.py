@@ -16,13 +16,12 @@ import types
 from collections.abc import Callable, Mapping
 from functools import lru_cache, wraps
 from itertools import product
-from operator import attrgetter, itemgetter
-from typing import Any
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from cute_ops_torch.composite.constant import constant
 from cute_ops_torch.huggingface.match import Forward, innermost, rewrap, with_own_code
 from cute_ops_torch.library.modes import EXACT, transforms_active
 from cute_ops_torch.library.supported import DTYPES as _DTYPES
@@ -35,20 +34,20 @@ _METHODS = (types.FunctionType, property, staticmethod, classmethod)
 CAPTURES = "transformers.utils.output_capturing"
 
 
-def or_original(original: Any, ours: Forward, whole: bool = False) -> tuple[Forward, Callable[[], bool]]:
-    """A ``forward`` for subclasses of ``original`` that runs ``ours``, and a function that says whether it may.
+def or_original(original: Any, ours: Forward, whole: bool = False) -> tuple[Forward, Callable[[Any], bool]]:
+    """A ``forward`` for subclasses of ``original`` that runs ``ours``, and a function that says whether a module may.
 
     ``ours`` runs beneath the decorators of the original ``forward``, or with ``whole`` in place of them, too. The
     original runs if ``ours`` returns ``NotImplemented``, if somebody has replaced that ``forward`` or a function that
     it calls, and if a model is to return a tuple, which has no place for logits that were not computed.
     """
-    plain, may = original.forward, _unchanged(original)
+    plain, may = original.forward, unchanged(original)
     inner = plain if whole else innermost(plain)
 
     @with_own_code
     @wraps(plain)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if may():
+        if may(self):
             out = ours(self, *args, **kwargs)
             return inner(self, *args, **kwargs) if out is NotImplemented else out
         return original.forward(self, *args, **kwargs)
@@ -60,7 +59,7 @@ def or_original(original: Any, ours: Forward, whole: bool = False) -> tuple[Forw
     @with_own_code
     @wraps(plain)
     def decorated(self: Any, *args: Any, **kwargs: Any) -> Any:
-        ours_may = may() and not (getattr(type(self), "_cute_drops_logits", False) and _returns_tuple(self, kwargs))
+        ours_may = may(self) and not (getattr(type(self), "_cute_drops_logits", False) and _returns_tuple(self, kwargs))
         return (beneath if ours_may else original.forward)(self, *args, **kwargs)
 
     return decorated, may
@@ -72,28 +71,44 @@ def _returns_tuple(model: Any, given: Mapping[str, Any]) -> bool:
     return not (getattr(model.config, "return_dict", True) if asked is None else asked)
 
 
-def _unchanged(original: type[nn.Module]) -> Callable[[], bool]:
-    """A function that says whether a class has the ``forward`` that it has now, and that the functions that it has."""
-    plain, reads_the_same, calls_the_same = original.forward, reads(original.forward), methods(original)
-    if reads_the_same is calls_the_same is _always:
-        return lambda: original.forward is plain
-    return lambda: original.forward is plain and reads_the_same() and calls_the_same()
+def unchanged(cls: Any) -> Callable[[Any], bool]:
+    """A function that says whether a class has the ``forward`` that it has now, and a module of it the methods and
+    globals that this reads.
+    """
+    plain, methods = cls.forward, _methods_of(cls)
+    reads_the_same = reads(
+        plain, *filter(None, (_function_of(method) for *_, method in (*methods.own, *methods.above)))
+    )
+    has_the_same = _has(cls, methods)
+    if reads_the_same is _always and has_the_same is None:
+        return lambda module: cls.forward is plain
+    if has_the_same is None:
+        return lambda module: cls.forward is plain and reads_the_same()
+    return lambda module: cls.forward is plain and reads_the_same() and has_the_same(module)
 
 
 def _always() -> bool:
     return True
 
 
-def reads(function: Any) -> Callable[[], bool]:
-    """A function that says whether all that ``function`` reads from its module is what it is now.
+def reads(*functions: Any) -> Callable[[], bool]:
+    """A function that says whether all that ``functions`` read from their modules is what it is now.
 
-    Functions of that module count with what they read.
+    Functions of those modules count with what they read.
     """
-    function = inspect.unwrap(function)
-    home, scope, read = sys.modules.get(function.__module__), function.__globals__, read_globals(function)
-    if not read or home is None:
-        return _always
-    find = itemgetter(*read)
+    found: dict[int, tuple[types.ModuleType, dict[str, Any]]] = {}
+    for function in map(inspect.unwrap, functions):
+        if read := read_globals(function):
+            home = sys.modules[function.__module__]
+            found.setdefault(id(home), (home, {}))[1].update(read)
+    checks = [_has_globals(*each) for each in found.values()]
+    if len(checks) < 2:
+        return checks[0] if checks else _always
+    return lambda: all(same() for same in checks)
+
+
+def _has_globals(home: types.ModuleType, read: Mapping[str, Any]) -> Callable[[], bool]:
+    scope, find = vars(home), itemgetter(*read)
     known = find(scope)
 
     def same() -> bool:
@@ -123,26 +138,52 @@ def _globals_of(code: types.CodeType) -> set[str]:
     return {each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"}
 
 
-def methods(cls: Any) -> Callable[[], bool]:
-    """A function that says whether a class has the methods and properties that it has now, of those that its
-    ``forward`` calls, directly or by one another. PyTorch's own do not count.
+class _Methods(NamedTuple):
+    """Methods and properties that a class's ``forward`` calls, directly or by one another. PyTorch's own do not count.
+
+    Attributes:
+        own: those that the class has, by name.
+        above: those of its bases that ``super()`` finds.
     """
-    names, above = _methods_of(cls)
-    if not names and not above:
-        return _always
-    find = attrgetter("forward", *names)
-    known = find(cls)
 
-    @constant
-    def same() -> bool:
-        return bool(find(cls) == known) and all(vars(base).get(name) is value for base, name, value in above)
-
-    return same
+    own: tuple[tuple[str, Any], ...]
+    above: tuple[tuple[type, str, Any], ...]
 
 
-def _methods_of(cls: Any) -> tuple[tuple[str, ...], tuple[tuple[type, str, Any], ...]]:
-    """The names of a class's methods that its ``forward`` calls; and those of its bases that ``super()`` finds."""
-    found, above = set[str](), dict[tuple[type, str], Any]()
+def _has(cls: Any, methods: _Methods) -> Callable[[Any], bool] | None:
+    """A function that says whether a module has these methods: those of its class, and not attributes of their names.
+
+    torch.compile traces it, and guards what it guards of the methods' calls; None where there are no methods.
+    """
+    if not methods.own and not methods.above:
+        return None
+    kinds: dict[Any, Any] = {kind: [(name, m) for name, m in methods.own if isinstance(m, kind)] for kind in _METHODS}
+    bound, properties = (*kinds[types.FunctionType],), (*kinds[property],)
+    homes = ((name, next(base for base in cls.__mro__ if name in vars(base))) for name, _ in properties)
+    # Dynamo guards what a class has itself, and no property that `getattr` finds.
+    above = (*methods.above, *((base, name, vars(base)[name]) for name, base in homes))
+    static, of_class = (
+        tuple((name, method.__func__) for name, method in kinds[kind]) for kind in (staticmethod, classmethod)
+    )
+
+    def has(module: Any) -> bool:
+        return (
+            all(_is_bound(getattr(module, name, None), function, module) for name, function in bound)
+            and all(_is_bound(getattr(module, name, None), function, type(module)) for name, function in of_class)
+            and all(getattr(module, name, None) is function for name, function in static)
+            and all(getattr(type(module), name, None) is value for name, value in properties)
+            and all(vars(base).get(name) is value for base, name, value in above)
+        )
+
+    return has
+
+
+def _is_bound(method: Any, function: Any, to: Any) -> bool:
+    return isinstance(method, types.MethodType) and method.__func__ is function and method.__self__ is to
+
+
+def _methods_of(cls: Any) -> _Methods:
+    own, above = dict[str, Any](), dict[tuple[type, str], Any]()
     pending = [getattr(inspect.unwrap(cls.forward), "__code__", None)]
     bases = [base for base in cls.__mro__[1:] if not base.__module__.startswith("torch.")]
     while pending:
@@ -150,22 +191,25 @@ def _methods_of(cls: Any) -> tuple[tuple[str, ...], tuple[tuple[type, str, Any],
         if code is None:
             continue
         pending += [each for each in code.co_consts if isinstance(each, types.CodeType)]
-        for name in {*code.co_names} - found:
+        for name in {*code.co_names} - own.keys():
             value = inspect.getattr_static(cls, name, None)
             if isinstance(value, _METHODS) and not hasattr(nn.Module, name):
-                found.add(name)
-                pending.append(_code_of(value))
+                own[name] = value
+                pending.append(getattr(_function_of(value), "__code__", None))
         for base, name in product(bases if "super" in code.co_names else (), code.co_names):
             value = vars(base).get(name)
             if isinstance(value, _METHODS) and (base, name) not in above:
                 above[base, name] = value
-                pending.append(_code_of(value))
-    return tuple(sorted(found)), tuple((*place, value) for place, value in above.items())
+                pending.append(getattr(_function_of(value), "__code__", None))
+    return _Methods(
+        tuple(sorted(own.items(), key=itemgetter(0))), tuple((*place, value) for place, value in above.items())
+    )
 
 
-def _code_of(method: Any) -> types.CodeType | None:
-    function: Any = getattr(method, "fget", None) or getattr(method, "__func__", method)
-    return getattr(inspect.unwrap(function), "__code__", None)
+def _function_of(method: Any) -> Any:
+    """The Python function beneath a method's or property's decorators; None where there is none."""
+    function = inspect.unwrap(getattr(method, "fget", None) or getattr(method, "__func__", method))
+    return function if isinstance(function, types.FunctionType) else None
 
 
 def declined(module: nn.Module, *tensors: torch.Tensor | None) -> Any:
@@ -191,7 +235,7 @@ def _described(x: torch.Tensor) -> str:
 def runs(module: nn.Module, ours: Forward) -> bool:
     """Whether calling a module runs this replaced ``forward``, and nothing changes its result."""
     cls: Any = type(module)
-    return getattr(cls, "_cute_runs", None) is ours and cls._cute_may() and calls(module, cls._cute_forward)
+    return getattr(cls, "_cute_runs", None) is ours and cls._cute_may(module) and calls(module, cls._cute_forward)
 
 
 def calls(module: nn.Module, forward: Forward, but: str = "") -> bool:

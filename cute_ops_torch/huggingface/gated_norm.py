@@ -22,7 +22,7 @@ from cute_ops_torch import registry
 from cute_ops_torch.composite import constant
 from cute_ops_torch.huggingface.bypass import declined, takes
 from cute_ops_torch.huggingface.match import Forward, Replacement, innermost, named_as
-from cute_ops_torch.huggingface.meaning import state_of
+from cute_ops_torch.huggingface.meaning import state_of, within
 from cute_ops_torch.huggingface.trial import Watching, agreeing_ranks, all_close, names_of, trial
 
 log = logging.getLogger("cute_ops")
@@ -78,7 +78,7 @@ def _replacement(module: nn.Module, n: int, state: Any) -> Replacement | None:
         log.debug("%s is no function of rows: %s: %s", type(module).__name__, type(error).__name__, error)
         return None
     functions = {each: (_function_of(made.op), made.operands) for each, made in found.items() if made}
-    run = _running(functions, tuple((name.rpartition(".")[2], value) for name, value in state))
+    run = _running(functions, tuple((*name.rpartition(".")[::2], value) for name, value in state))
 
     def gated(self: Any, hidden_states: Tensor, gate: Any = None) -> Any:
         return run(self, hidden_states, gate) if hidden_states.ndim in ranks else NotImplemented
@@ -86,7 +86,7 @@ def _replacement(module: nn.Module, n: int, state: Any) -> Replacement | None:
     return Replacement("fused", lambda module, model: True, lambda original: _named(gated, original))
 
 
-def _running(functions: Mapping[torch.dtype, Any], checked: tuple[tuple[str, Any], ...]) -> Forward:
+def _running(functions: Mapping[torch.dtype, Any], checked: tuple[tuple[str, str, Any], ...]) -> Forward:
     """Runs the op of a call's dtype; what the recognised module was not is left to the original."""
 
     def run(self: Any, x: Tensor, gate: Any) -> Any:
@@ -98,7 +98,7 @@ def _running(functions: Mapping[torch.dtype, Any], checked: tuple[tuple[str, Any
         function, operands = found
         own = {**self._parameters, **self._buffers, **dict(zip(_ARGUMENTS, (x, gate), strict=True))}
         given = [own.get(name) for name in operands]
-        same = all(getattr(self, key, None) == value for key, value in checked)
+        same = all(getattr(within(self, owner), key, None) == value for owner, key, value in checked)
         if not same or any(t is None or t.dtype != x.dtype for t in given):
             return NotImplemented
         return function()(*given) if takes(*given) else declined(self, *given)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from cute_ops.fusion.analyse import Found, analyse
 from cute_ops.fusion.graph import Node
 from cute_ops_torch import functions
 from cute_ops_torch.huggingface import recorded_meanings, residual_norm
-from cute_ops_torch.huggingface.bypass import calls, declined, methods, takes
+from cute_ops_torch.huggingface.bypass import calls, declined, takes, unchanged
 from cute_ops_torch.huggingface.match import Forward, Replacement, innermost, named_as
 from cute_ops_torch.huggingface.residual_norm import Norm
 from cute_ops_torch.huggingface.trial import (
@@ -124,14 +124,25 @@ def _takes_one(forward: Any) -> bool:
 
 
 def state_of(module: nn.Module) -> tuple[tuple[str, Any], ...]:
-    """The numbers, flags, texts and functions that a module, the modules in it and their classes have as attributes."""
+    """The numbers, flags, texts and functions that a module, the modules in it and their classes have as attributes.
+
+    What a class has and its module, too, stands there for both: ``type(self).eps`` and ``self.eps`` may differ.
+    """
     return tuple(
-        (f"{name}.{key}", value)
-        for name, child in module.named_modules()
-        for key, value in {**attributes_of_class(type(child)), **vars(child)}.items()
+        (f"{owner}.{key}", value)
+        for owner, attributes in _attributes(module)
+        for key, value in attributes.items()
         if is_plain(value) and key not in ("training", "_is_hf_initialized")
         and not key.startswith("_cute")
     )  # fmt: skip
+
+
+def _attributes(module: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The attributes of a module and of those in it, and those of their classes that theirs hide, by their owners."""
+    for name, child in module.named_modules():
+        own, shared = vars(child), attributes_of_class(type(child))
+        yield name, {**shared, **own}
+        yield f"{name}.__class__".lstrip("."), {key: value for key, value in shared.items() if key in own}
 
 
 def _replacement(module: nn.Module, n: int, state: Any) -> Replacement | None:
@@ -269,20 +280,20 @@ def _forward(
     function = getattr(functions, meaning.op)
     attrs, arguments = dict(meaning.attrs), dict(meaning.tensors)
     layers = {*arguments.values(), meaning.last} - {""}
-    others = tuple((name, cls, methods(cls)) for name, cls in types.items() if name and name not in layers)
+    others = tuple((name, cls, unchanged(cls)) for name, cls in types.items() if name and name not in layers)
     places = ((name.rpartition("."), value) for name, value in state.items())
     checked = tuple((owner, key, value) for (owner, _, key), value in places if owner not in layers)
 
     def same(self: nn.Module) -> bool:
         for owner, key, value in checked:
-            if getattr(_within(self, owner), key, None) != value:
+            if getattr(within(self, owner), key, None) != value:
                 return False
-        for name, cls, calls_the_same in others:
-            child = _within(self, name)
+        for name, cls, is_unchanged in others:
+            child = within(self, name)
             kind = type(child)
             if getattr(kind, "_cute_original", kind) is not cls or not calls(child, kind.forward):
                 return False
-            if not calls_the_same():
+            if not is_unchanged(child):
                 return False
         return True
 
@@ -313,7 +324,7 @@ def _forward(
     return forward
 
 
-def _within(module: nn.Module, name: str) -> Any:
+def within(module: nn.Module, name: str) -> Any:
     """The submodule of a name, or what else is in its place; None where there is nothing."""
     found: Any = module
     for part in name.split(".") if name else ():

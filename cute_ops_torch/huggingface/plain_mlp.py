@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from cute_ops_torch.composite.block import mlp
-from cute_ops_torch.huggingface.bypass import calls, is_plain, is_plain_linear, methods, parameter, takes
+from cute_ops_torch.huggingface.bypass import calls, is_plain, is_plain_linear, parameter, takes, unchanged
 from cute_ops_torch.huggingface.match import Forward, Replacement, innermost, named_as, rebind
 from cute_ops_torch.huggingface.meaning import checked_meaning, state_of
 from cute_ops_torch.huggingface.mlp import approximation
@@ -41,7 +41,7 @@ _ACTIVATIONS: dict[Forward | tuple[type, Forward], str] = {
 }  # fmt: skip
 # The attributes of their classes then, and whether their classes have the methods that they had.
 _SHARED: dict[Any, tuple[tuple[str, Any], ...]] = {}
-_CALLS_THE_SAME: dict[Any, Callable[[], bool]] = {}
+_UNCHANGED: dict[Any, Callable[[Any], bool]] = {}
 
 
 class Layers(NamedTuple):
@@ -171,7 +171,7 @@ def activation_of(act: Any) -> str | None:
         return None
     if any(getattr(act, key, None) != value for key, value in _SHARED.get((original, forward), ())):
         return None
-    if (original, forward) in _CALLS_THE_SAME and not _CALLS_THE_SAME[original, forward]():
+    if (original, forward) in _UNCHANGED and not _UNCHANGED[original, forward](act):
         return None
     if name != _APPROXIMATE:
         return name
@@ -191,7 +191,7 @@ def learn(act: nn.Module) -> str | None:
         elif name := _written_out(act):
             shared = attributes_of_class(kind).items()  # its `forward` reads none but plain ones
             _ACTIVATIONS[kind, forward] = name
-            _CALLS_THE_SAME[kind, forward] = methods(kind)
+            _UNCHANGED[kind, forward] = unchanged(kind)
             _SHARED[kind, forward] = tuple((key, value) for key, value in shared if is_comparable(value))
         else:
             return None

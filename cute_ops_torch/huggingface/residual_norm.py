@@ -79,7 +79,7 @@ def norm_of(module: Any) -> Norm | None:
     """The norm that a call of a patched module computes; None of other modules, or where something sees the call."""
     cls: Any = type(module)
     read = getattr(cls, "_cute_norm", None)
-    if read is None or not cls._cute_may() or not calls(module, cls._cute_forward):
+    if read is None or not cls._cute_may(module) or not calls(module, cls._cute_forward):
         return None
     return read(module)  # type: ignore[no-any-return]
 

@@ -7,6 +7,9 @@ import cProfile
 import gc
 import json
 import math
+import random
+import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -566,19 +569,105 @@ CHANGED: dict[str, tuple[Callable[[], nn.Module], type, str, Any, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("when", ["eager", "compiled after", "compiled before"])
 @pytest.mark.parametrize("how", CHANGED)
-def test_methods_of_a_class_may_change(how: str, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_methods_of_a_class_may_change(how: str, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, cls, name, method, op = CHANGED[how]
     model, x = nn.Sequential(make()), torch.randn(3, N)
     want = model(x)
     assert op in {each.op for each in cute_ops_torch.patch(model)}
-    torch.testing.assert_close(model(x), want)
-    monkeypatch.setattr(cls, name, method, raising=False)
     torch._dynamo.reset()
-    got = (torch.compile(model, backend="eager", fullgraph=True) if compiled else model)(x)
+    run = model if when == "eager" else torch.compile(model, backend="eager", fullgraph=True)
+    if when != "compiled after":
+        torch.testing.assert_close(run(x), want)
+    monkeypatch.setattr(cls, name, method, raising=False)
+    got = run(x)
     cute_ops_torch.unpatch(model)
     torch.testing.assert_close(got, model(x))
+    assert not torch.allclose(got, want, atol=1e-2)
+
+
+@pytest.mark.parametrize("when", ["eager", "compiled before"])
+@pytest.mark.parametrize("how", [how for how in CHANGED if "base" not in how and how != "property"])
+def test_an_instance_may_get_a_method_of_its_own(how: str, when: str) -> None:
+    make, cls, name, _, op = CHANGED[how]
+    model, x = nn.Sequential(make()), torch.randn(3, N)
+    want = model(x)
+    assert op in {each.op for each in cute_ops_torch.patch(model)}
+    torch._dynamo.reset()
+    run = model if when == "eager" else torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(run(x), want)
+    (owner,) = (each for each in model.modules() if isinstance(each, cls))
+    own = (lambda x: 2 * x, types.MethodType(lambda self, x: 2 * x, nn.Identity()), F.softsign)
+    setattr(owner, name, random.Random(how).choice(own))
+    got = run(x)
+    cute_ops_torch.unpatch(model)
+    torch.testing.assert_close(got, model(x))
+    assert not torch.allclose(got, want, atol=1e-2)
+
+
+class SiLUByFunction(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return silu(x)
+
+
+def silu(x: torch.Tensor) -> torch.Tensor:
+    return F.silu(x)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("how", ["a method's function", "a part's function", "a part's forward"])
+def test_what_methods_and_parts_call_may_change(how: str, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = CallsAMethod() if how == "a method's function" else MLP(False, SiLUByFunction())
+    model, x = nn.Sequential(module), torch.randn(3, N)
+    want = model(x)
+    assert {each.op for each in cute_ops_torch.patch(model)} <= {"rmsnorm", "silu_mul"}
+    torch._dynamo.reset()
+    run = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
+    torch.testing.assert_close(run(x), want)
+    if how == "a part's forward":
+        monkeypatch.setattr(SiLUByFunction, "forward", lambda self, x: 2 * x)
+    else:
+        name = "normalised" if isinstance(module, CallsAMethod) else "silu"
+        monkeypatch.setattr(sys.modules[__name__], name, lambda x: 2 * x)
+    got = run(x)
+    cute_ops_torch.unpatch(model)
+    torch.testing.assert_close(got, model(x))
+    assert not torch.allclose(got, want, atol=1e-2)
+
+
+class ReadsItsClass(Norm):
+    eps = 0.5
+
+    def __init__(self) -> None:
+        super().__init__("written out")
+        self.eps = 1e-6
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + type(self).eps) * self.gain
+
+
+class GatedByItsClass(ReadsItsClass):
+    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x) * F.silu(gate)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("make", [ReadsItsClass, GatedByItsClass])
+def test_a_class_has_a_number_that_its_module_has_too(
+    make: type[ReadsItsClass], compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, x = make(), torch.randn(3, N)
+    given = (x, torch.randn(3, N)) if make is GatedByItsClass else (x,)
+    want = module(*given)
+    assert len(cute_ops_torch.patch(module)) == 1
+    torch._dynamo.reset()
+    run = torch.compile(module, backend="eager", fullgraph=True) if compiled else module
+    torch.testing.assert_close(run(*given), want)
+    monkeypatch.setattr(ReadsItsClass, "eps", 3.0)
+    got = run(*given)
+    cute_ops_torch.unpatch(module)
+    torch.testing.assert_close(got, module(*given))
     assert not torch.allclose(got, want, atol=1e-2)
 
 
