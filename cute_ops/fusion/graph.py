@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 from cute_ops.expressions.reference import CUBE, REFERENCE, SLOPE
 from cute_ops.expressions.simplify import fold
@@ -95,6 +95,14 @@ class Graph:
             node.index = i
         known = (node for node in self._known.values() if node.op != "opaque")
         self._known = {_key(node.op, node.args, node.attr, node.shape, node.dtype): node for node in known}
+
+    def follow(self, made: Mapping[Node, Node]) -> None:
+        """Return, and name, the nodes that took the place of others."""
+        if made:
+            self.outputs = [made.get(node, node) for node in self.outputs]
+            for node, call in self.named.items():
+                self.named[node] = call._replace(nodes=tuple(made.get(each, each) for each in call.nodes))
+            self.sort()
 
     def input(self, shape: Shape, dtype: str) -> Node:
         return self.make("input", (), None, shape, dtype)

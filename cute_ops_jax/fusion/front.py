@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from cute_ops.fusion.graph import FLOATS, Graph, Node
 from cute_ops.fusion.lengths import EXACT, WHOLE, kept_dims, masks_outside
 from cute_ops.fusion.named import number_of
+from cute_ops.fusion.orders import reorder
 from cute_ops.fusion.scores import Known, may_have_gradient
 from cute_ops_jax import _compat
 from cute_ops_jax._compat import ClosedJaxpr, JaxprEqn, Literal, Tracer
@@ -130,6 +131,20 @@ class Front:
         numbers = {} if outside is None else outside.numbers
         self.outputs = self._run(closed, [numbers.get(i, each) for i, each in enumerate(self.inputs)])
         self.graph.outputs = [each.node for each in self.outputs if isinstance(each, Value)]
+        if not (exact or self._only_values):
+            self._follow(reorder(self.graph))
+
+    def _follow(self, moved: Mapping[Node, Node]) -> None:
+        """Let the program's values be the nodes that take the place of theirs."""
+        if not moved:
+            return
+        read = [value for step in self.steps for value in step.inputs]
+        for value in [*read, *self.outputs, *self.values.values(), *self.named.values()]:
+            if isinstance(value, Value):
+                value.node = moved.get(value.node, value.node)
+        self.values |= {moved[node]: value for node, value in self.values.items() if node in moved}
+        self.named |= {moved[node]: value for node, value in self.named.items() if node in moved}
+        self.names = [(moved.get(node, node), step) for node, step in self.names]
 
     def is_apart(self, equation: JaxprEqn) -> bool:
         """Whether an equation is on another mesh than the program, as those of ``auto_axes`` are: it runs as it is."""

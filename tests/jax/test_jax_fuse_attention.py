@@ -110,6 +110,14 @@ def upcast(q: Array, k: Array, v: Array) -> Array:
     return jnp.einsum("bhqk,bkhd->bqhd", p, wide(v)).astype(q.dtype)
 
 
+def masked_in_another_order(q: Array, k: Array, v: Array) -> Array:
+    """As penzai's: queries and keys come first while scores are masked, and their maximum is one over these keys."""
+    scores = wide(dots(q, k)).transpose(2, 3, 0, 1)
+    scores = jnp.where(jnp.tril(jnp.ones((T, T), bool))[..., None, None], scores, -1e9)
+    e = jnp.exp(scores.transpose(0, 2, 3, 1) - scores.max(1)[..., None])
+    return jnp.einsum("qbhk,bkhd->bqhd", (e / e.sum(-1, keepdims=True)).astype(v.dtype), v)
+
+
 def additive(q: Array, k: Array, v: Array) -> Array:
     return mixed(wide(dots(q, k)) + jnp.where(lower(), 0.0, -1e9).astype(wide(q).dtype), v)
 
@@ -339,6 +347,7 @@ FORMS: dict[str, tuple[Callable[..., Array], tuple[Array, ...], str]] = {
     "by the logarithm": (by(lambda x: jnp.exp(jax.nn.log_softmax(x))), (Q, K, V), "causal"),
     "by the log-sum": (by(lambda x: jnp.exp(x - jax.nn.logsumexp(x, -1, keepdims=True))), (Q, K, V), "causal"),
     "upcast": (upcast, (Q, K, V), "causal"),
+    "masked in another order of dims": (masked_in_another_order, (Q, K, V), "causal"),
     "sinks as a column": (column, (Q, K, V, SINKS), "causal"),
     "sinks as a column, of one example": (column, (Q[:1], K[:1], V[:1], SINKS), "causal"),
     "sinks as a column, padding": (column, (Q, K, V, SINKS, LEFT), "scores changed"),

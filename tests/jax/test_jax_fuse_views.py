@@ -22,7 +22,7 @@ def draw(*shape: int) -> jax.Array:
     return jnp.asarray(KEY.standard_normal(shape).astype(np.float32))
 
 
-def check(function: Function, *args: Any) -> list[str]:
+def check(function: Function, *args: Any, compiled: bool = True) -> list[str]:
     """Compare the function's values and gradients with those of what it becomes; returns what that is."""
     places = tuple(i for i, a in enumerate(args) if a.dtype != jnp.int32)
 
@@ -33,9 +33,11 @@ def check(function: Function, *args: Any) -> list[str]:
 
         return jax.grad(loss, places, has_aux=True)(*args)
 
-    both = jax.jit(lambda *args: [gradients(each, *args) for each in (function, cute_ops_jax.fuse(function))],
-                   compiler_options=QUICK)  # fmt: skip
-    for a, b in zip(*map(jax.tree.leaves, both(*args)), strict=True):
+    def both(*args: Any) -> Any:
+        return [gradients(each, *args) for each in (function, cute_ops_jax.fuse(function))]
+
+    made = (jax.jit(both, compiler_options=QUICK) if compiled else both)(*args)
+    for a, b in zip(*map(jax.tree.leaves, made), strict=True):
         assert a.shape == b.shape
         np.testing.assert_allclose(b, a, rtol=2e-5, atol=2e-5 * max(1, float(jnp.abs(a).max())))
     return [entry.becomes for entry in cute_ops_jax.fuse.report(function, *args).replaced]
@@ -151,6 +153,62 @@ def test_statistics_of_other_rows_are_no_norm(axes: tuple[int, ...]) -> None:
         return x * copied_to(jax.lax.rsqrt(jnp.mean(x * x, -1) + 1e-5), axes, x.shape, (2, 0, 1))
 
     assert "rmsnorm" not in check(function, draw(4, 4, 4))
+
+
+def softmax_over(x: jax.Array, axis: int) -> jax.Array:
+    """With columns that come last between its maximum and its sum, as those of a ``vmap`` over the other dims."""
+    most, moved = jnp.max(jnp.tanh(x) * 3, axis), jnp.moveaxis(jnp.tanh(x) * 3, axis, -1)
+    exponentials = jnp.exp(moved - most[..., None])
+    return exponentials / jnp.sum(exponentials, -1, keepdims=True)
+
+
+def norm_over(x: jax.Array, axis: int) -> jax.Array:
+    mean_square = jnp.mean(jnp.square(x), axis)
+    return jnp.moveaxis(x, axis, -1) * jax.lax.rsqrt(mean_square + 1e-5)[..., None]
+
+
+@pytest.mark.parametrize("axis", range(3))
+def test_reductions_of_what_is_transposed_between(axis: int) -> None:
+    """All dims have the same size."""
+    assert check(lambda x: norm_over(x, axis), draw(4, 4, 4)) == ["rmsnorm"]
+    assert check(lambda x: softmax_over(x, axis), draw(4, 4, 4)) == ["fused"]
+
+
+def test_heads_that_are_rotated_by_a_vmap_over_them() -> None:
+    """As equinox documents its rotations: of (positions, heads, columns), in the middle dim."""
+    angles = jnp.arange(4)[:, None] * 0.9 ** jnp.arange(4)
+
+    def head(x: jax.Array) -> jax.Array:
+        cos, sin = (jnp.tile(table, (1, 2)) for table in (jnp.cos(angles), jnp.sin(angles)))
+        return x * cos + jnp.concatenate([-x[..., 4:], x[..., :4]], -1) * sin
+
+    assert check(lambda x: jax.vmap(jax.vmap(head, 1, 1))(x), draw(2, 4, 4, 8)) == ["rope"]
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_drawn_orders_of_dims(seed: int) -> None:
+    """Functions of elements of values that were transposed, which are read in other orders and reduced over any dim.
+    All dims have the same size. (Not compiled: XLA's own gradients of some are NaN on a CPU.)
+    """
+    rng = np.random.default_rng([3, seed])
+    before, axis, joined = tuple(map(int, rng.permutation(3))), int(rng.integers(3)), int(rng.integers(3))
+    after = [i for i in range(3) if i != axis] + [axis] if rng.random() < 0.7 else list(map(int, rng.permutation(3)))
+    kinds = tuple(map(int, rng.integers(0, 4, 4)))
+
+    def function(x: jax.Array, y: jax.Array, row: jax.Array) -> jax.Array:
+        x, y = (each.transpose(before) if kinds[0] else each for each in (x, y))
+        z = jnp.tanh(x) * y + (row if kinds[1] else row[:, None])
+        if kinds[1] > 1:
+            z = jnp.concatenate([z, jnp.where(x > 0, y, 2.0)], joined)[tuple(slice(-4, None) for _ in range(3))]
+        if kinds[2] > 1:
+            z = jnp.concatenate([z, jnp.exp(-x * x)], joined)
+        moved = z.transpose(after)
+        if kinds[3] == 0:
+            return moved + jnp.sin(z.transpose(after)) * moved
+        rows = jnp.sum(z * z, axis) if kinds[3] == 1 else jnp.max(z, axis)
+        return jnp.exp(jnp.moveaxis(z, axis, -1) / 4 - rows[..., None] / 8) if kinds[3] < 3 else jnp.cos(moved) * 2
+
+    check(function, draw(4, 4, 4), draw(4, 4, 4), draw(4), compiled=False)
 
 
 LOGITS, TARGET = draw(8, 8), jnp.asarray(KEY.integers(0, 8, 8), jnp.int32)
