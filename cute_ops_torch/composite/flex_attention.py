@@ -72,6 +72,7 @@ def flex_attention(
         ValueError: shapes do not fit each other, or those of the block mask.
         NotImplementedError: a block mask leaves out blocks, or has whole ones, that its ``mask_mod`` says otherwise,
             or the scale is 0.
+        RuntimeError: the first call with a block mask is captured in a CUDA graph.
     """
     if not query.ndim == key.ndim == value.ndim == 4:
         ranks = ", ".join(str(x.ndim) for x in (query, key, value))
@@ -99,6 +100,9 @@ def _mask_of(block_mask: Any, queries: int, keys: int) -> Function | None:
         what = f"the block mask is of {lengths[0]} queries and {lengths[1]} keys, not of {queries} and {keys}"
         raise ValueError(f"cute.flex_attention: {what}.")
     if block_mask not in _blocks_agree:
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            what = "argument `block_mask` is a new mask within the capture of a CUDA graph, expected one that was used"
+            raise RuntimeError(f"cute.flex_attention: {what} before: the first call with one waits for the device.")
         _blocks_agree[block_mask] = _agrees(block_mask)
     if not _blocks_agree[block_mask]:
         what = "a block mask whose blocks are not those that its mask_mod says is not implemented"

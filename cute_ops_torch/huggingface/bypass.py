@@ -266,11 +266,18 @@ def only_multiplies(layer: nn.Module, dtype: torch.dtype) -> bool:
 
 
 def is_plain_linear(layer: nn.Module) -> bool:
-    """Whether calling a module multiplies by its weight, adds its bias if it has one, and does nothing else."""
+    """Whether calling a module multiplies by its weight, adds a bias of its columns if it has one, and no more."""
     if type(layer) is not nn.Linear:
         return False
     own = layer._parameters  # pruning makes other attributes of them
-    return "weight" in own and "bias" in own and calls(layer, _LINEAR)
+    return "weight" in own and "bias" in own and calls(layer, _LINEAR) and fits(own["bias"], own["weight"], 0)
+
+
+def fits(bias: torch.Tensor | None, weight: torch.Tensor | None, dim: int) -> bool:
+    """Whether a bias has an element for each column, of which this dim of the weight has the number: torch's functions
+    take any that can be broadcast.
+    """
+    return bias is None or (weight is not None and bias.ndim == 1 and bias.shape[0] == weight.shape[dim])
 
 
 def parameter(module: nn.Module, name: str) -> nn.Parameter | None:

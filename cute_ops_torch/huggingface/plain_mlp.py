@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from cute_ops_torch.composite.block import mlp
-from cute_ops_torch.huggingface.bypass import calls, is_plain, is_plain_linear, parameter, takes, unchanged
+from cute_ops_torch.huggingface.bypass import calls, fits, is_plain, is_plain_linear, parameter, takes, unchanged
 from cute_ops_torch.huggingface.match import Forward, Replacement, innermost, named_as, rebind
 from cute_ops_torch.huggingface.meaning import checked_meaning, state_of
 from cute_ops_torch.huggingface.mlp import approximation
@@ -158,6 +158,8 @@ def _parameters(layer: Any) -> tuple[Tensor, Tensor | None, bool] | None:
     weight, bias = parameter(layer, "weight"), layer._parameters["bias"]
     if weight is None or (bias is not None and parameter(layer, "bias") is None):
         return None
+    if transposed and not fits(bias, weight, 1):
+        return None
     return weight, bias, transposed
 
 
@@ -175,7 +177,7 @@ def activation_of(act: Any) -> str | None:
         return None
     if name != _APPROXIMATE:
         return name
-    return {"tanh": "gelu_tanh", "none": "gelu", None: None}[approximation(act)]
+    return {"tanh": "gelu_tanh", "none": "gelu"}.get(str(approximation(act)))  # torch refuses others
 
 
 def learn(act: nn.Module) -> str | None:

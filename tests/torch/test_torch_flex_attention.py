@@ -276,6 +276,17 @@ def test_blocks_are_those_of_the_function(mask_mod: Any, size: Any) -> None:
             cute_ops_torch.flex_attention(*x, block_mask=other, enable_gqa=True)
 
 
+def test_a_new_block_mask_is_refused_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    new, known = (create_block_mask(causal, None, None, 16, 16, device="cpu") for _ in range(2))
+    q, k, v = torch.randn(3, 1, 2, 16, 16).unbind()
+    want = module.flex_attention(q, k, v, block_mask=known)
+    for name in ("is_initialized", "is_current_stream_capturing"):
+        monkeypatch.setattr(torch.cuda, name, lambda: True)
+    with pytest.raises(RuntimeError, match="`block_mask` is a new mask within the capture of a CUDA graph"):
+        module.flex_attention(q, k, v, block_mask=new)
+    assert torch.equal(module.flex_attention(q, k, v, block_mask=known), want)
+
+
 @pytest.mark.gpu
 def test_the_kernels_compute_it() -> None:
     from torch.nn.attention.flex_attention import flex_attention

@@ -464,6 +464,43 @@ def test_steps_of_statements() -> None:
     assert {step.kind for step in longest} == {"call"}
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_biases_of_any_shape_may_be_set_afterwards(seed: int) -> None:
+    """Those that torch's functions broadcast, which no op of ours does."""
+    rng, x = random.Random(seed), torch.randn(4, 16)
+    conv1d = transformers.pytorch_utils.Conv1D
+    first, second = rng.choice([(nn.Linear(16, 24), nn.Linear(24, 8)), (conv1d(24, 16), conv1d(8, 24))])
+    model = MLPOf(first, second)
+    cute_ops_torch.patch(model)
+    for layer, n in rng.sample([(first, 24), (second, 8)], 2):
+        shapes = [(4, n), (1, n), (4, 1), (1,)] if isinstance(layer, nn.Linear) else [(1, n), (4, n), (1,), (4, 1)]
+        layer.bias = nn.Parameter(torch.randn(rng.choice(shapes)))
+        got = model(x)
+        gradients = torch.autograd.grad(got.square().sum(), [*model.parameters()])
+        cute_ops_torch.unpatch(model)
+        want = model(x)
+        torch.testing.assert_close(got, want)
+        torch.testing.assert_close(gradients, torch.autograd.grad(want.square().sum(), [*model.parameters()]))
+        cute_ops_torch.patch(model)
+
+
+def test_an_approximation_that_no_gelu_has_is_refused_by_name() -> None:
+    model = MLPOf(nn.Linear(16, 24), nn.Linear(24, 8))
+    cute_ops_torch.patch(model)
+    model.act.approximate = "sigmoid"
+    with pytest.raises(ValueError, match="`approximate` must be 'tanh' or 'none', got 'sigmoid'"):
+        model(torch.randn(3, 16))
+
+
+class MLPOf(nn.Module):
+    def __init__(self, first: nn.Module, second: nn.Module) -> None:
+        super().__init__()
+        self.first, self.act, self.second = first, nn.GELU(), second
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.act(self.first(x)))
+
+
 class Listed(nn.Module):
     """An activation whose class has a tensor that it does not read."""
 
