@@ -40,6 +40,7 @@ from cute_ops.ops.gemm import by_call
 from cute_ops_torch.composite import recipes
 from cute_ops_torch.inductor.effects import example
 from cute_ops_torch.inductor.front import shape_of
+from cute_ops_torch.inductor.insertion import Insertion
 from cute_ops_torch.library.known_recipes import recipe_of
 from cute_ops_torch.registry import define
 
@@ -68,8 +69,8 @@ class Call(NamedTuple):
     outputs: tuple[int, ...]
 
 
-class Emitter:
-    """Puts nodes before a node of a graph.
+class Emitter(Insertion):
+    """Puts calls of ops before a node of a graph.
 
     Args:
         graph: Dynamo's graph.
@@ -78,14 +79,11 @@ class Emitter:
         order: the order of the values' leading dims in which results lie row by row; empty for the usual one.
     """
 
-    key = ""  # of a node's value in its ``meta``; empty: the one that Dynamo or export has used in the graph
-
     def __init__(
         self, graph: Graph, before: Node, lookup: Callable[[Value], Node | None], order: tuple[int, ...] = ()
     ) -> None:
-        self.graph, self.before, self.lookup, self.order = graph, before, lookup, order
-        self.made: list[Node] = []
-        self.key = self.key or ("val" if "val" in next(iter(graph.nodes)).meta else "example_value")
+        super().__init__(graph, before)
+        self.lookup, self.order = lookup, order
 
     def emit(
         self, found: Found, choice: Choice, judge: Callable[[Call], float | None]
@@ -153,12 +151,6 @@ class Emitter:
         """A new tensor as what a node holds that it takes the place of."""
         return made
 
-    def undo(self) -> None:
-        """Remove the nodes that were made."""
-        for node in reversed(self.made):
-            self.graph.erase_node(node)
-        self.made.clear()
-
     def function(self, target: Any, *args: Any, **kwargs: Any) -> Node:
         """A call of a function with its value."""
         return self._made(self.graph.call_function, target, target, args, kwargs)
@@ -177,11 +169,7 @@ class Emitter:
         # As Dynamo runs functions: else torch 2.11 guards sizes.
         with torch.no_grad(), torch._C._DisableAutocast(), mode, enable_python_dispatcher():
             value = run(*given, **kwargs)
-        with self.graph.inserting_before(self.before):
-            node = create(target, args, dict(kwargs))
-        node.meta = {**place_of(self.before), self.key: value}
-        self.made.append(node)
-        return node
+        return self.insert(create, target, args, dict(kwargs), value)
 
     def part(self, array: Node, axis: int, start: int, stop: int, step: int) -> Node:
         """A slice of a tensor."""
@@ -427,15 +415,6 @@ class Emitter:
             return self.function(operator.ne, out, 0)
         dtype = getattr(torch, root.dtype)
         return out if example(out).dtype == dtype else self.method("to", out, dtype)
-
-
-# What an inserted node takes over from the one before which it stands.
-_KEPT = ("stack_trace", "nn_module_stack", "source_fn_stack", "custom")
-
-
-def place_of(node: Node) -> dict[str, Any]:
-    """The metadata that say where in a program a node comes from."""
-    return {key: node.meta[key] for key in _KEPT if key in node.meta}
 
 
 def _has_rows(array: Node) -> bool:

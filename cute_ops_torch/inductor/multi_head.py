@@ -26,8 +26,8 @@ from torch.utils._pytree import tree_leaves
 from cute_ops_torch.composite.multi_head import MultiHead, multi_head_attention, torch_attention, written_attention
 from cute_ops_torch.inductor.attention_mask import ALL, CAUSAL, sides_of
 from cute_ops_torch.inductor.effects import example, name_of
-from cute_ops_torch.inductor.emit import place_of
 from cute_ops_torch.inductor.fx import calls, value_of
+from cute_ops_torch.inductor.insertion import Insertion
 from cute_ops_torch.inductor.strides import lie_alike, relaid, relay, same_sizes
 
 _HALVES = (torch.bfloat16, torch.float16)
@@ -200,13 +200,13 @@ def _put(graph: Graph, node: Node, run: Callable[[Any], torch.Tensor], call: Any
     try:
         made = recorder.record(run, call)
     except (TypeError, ValueError, NotImplementedError, RuntimeError):
-        recorder.undo()
+        recorder.put.undo()
         return False
     new = example(made)
     fits = was.dtype == new.dtype and same_sizes(was.shape, new.shape)
     others = ({} if lie_alike(new, was) else relaid(graph, {node: new})) if fits else None
     if others is None:
-        recorder.undo()
+        recorder.put.undo()
         return False
     relay(others)
     node.replace_all_uses_with(made)
@@ -223,23 +223,16 @@ class _Recorder(TorchFunctionMode):
 
     def __init__(self, graph: Graph, before: Node) -> None:
         super().__init__()
-        self.graph, self.before = graph, before
-        self.key = "val" if "val" in before.meta else "example_value"
-        self.made: list[Node] = []
+        self.put = Insertion(graph, before)
         self._nodes: dict[int, Node] = {}
 
     def record(self, run: Callable[[Any], torch.Tensor], given: Any) -> Node:
         """The node of what a function returns, which is given the values of nodes."""
         values = map_aggregate(given, self._value)
         mode = next(each.fake_mode for each in tree_leaves(values) if isinstance(each, FakeTensor))
-        with self._as_there(), mode, enable_python_dispatcher(), self:
+        with _as_there(self.put), mode, enable_python_dispatcher(), self:
             made = run(values)
         return self._nodes[id(made)]
-
-    def undo(self) -> None:
-        """Remove the nodes that were made."""
-        for node in reversed(self.made):
-            self.graph.erase_node(node)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -253,13 +246,11 @@ class _Recorder(TorchFunctionMode):
         return value
 
     def _call(self, func: Any, args: Any, kwargs: Any, value: Any) -> Node:
-        name = str(func.__name__)
-        given: Any = map_aggregate((args, kwargs), self._node)
-        with self.graph.inserting_before(self.before):
-            is_method = getattr(torch.Tensor, name, None) is func
-            node = self.graph.call_method(name, *given) if is_method else self.graph.call_function(func, *given)
-        node.meta = {**place_of(self.before), self.key: value}
-        self.made.append(node)
+        name, graph = str(func.__name__), self.put.graph
+        is_method = getattr(torch.Tensor, name, None) is func
+        create, target = (graph.call_method, name) if is_method else (graph.call_function, func)
+        positional, named = map_aggregate((args, kwargs), self._node)
+        node = self.put.insert(create, target, positional, named, value)
         self._nodes[id(value)] = node
         return node
 
@@ -273,19 +264,20 @@ class _Recorder(TorchFunctionMode):
     def _node(self, given: Any) -> Any:
         return self._nodes.get(id(given), given) if isinstance(given, torch.Tensor) else given
 
-    @contextmanager
-    def _as_there(self) -> Iterator[None]:
-        """Gradients and autocast as they are at the node."""
-        entered: dict[Node, Any] = {}
-        for node in self.graph.nodes:
-            if node is self.before:
-                break
-            if node.op == "call_function" and name_of(node.target) == "_enter_autocast":
-                entered[node] = node.args
-            elif node.op == "call_function" and name_of(node.target) == "_exit_autocast":
-                entered.pop(node.args[0], None)
-        with ExitStack() as stack:
-            stack.enter_context(torch.set_grad_enabled(example(self.before).requires_grad))
-            for device, dtype, enabled, cached in entered.values():
-                stack.enter_context(torch.autocast(device, dtype, enabled, cached))
-            yield
+
+@contextmanager
+def _as_there(put: Insertion) -> Iterator[None]:
+    """Gradients and autocast as they are where nodes are put."""
+    entered: dict[Node, Any] = {}
+    for node in put.graph.nodes:
+        if node is put.before:
+            break
+        if node.op == "call_function" and name_of(node.target) == "_enter_autocast":
+            entered[node] = node.args
+        elif node.op == "call_function" and name_of(node.target) == "_exit_autocast":
+            entered.pop(node.args[0], None)
+    with ExitStack() as stack:
+        stack.enter_context(torch.set_grad_enabled(example(put.before).requires_grad))
+        for device, dtype, enabled, cached in entered.values():
+            stack.enter_context(torch.autocast(device, dtype, enabled, cached))
+        yield
