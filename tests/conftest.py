@@ -40,6 +40,7 @@ OF_TESTS = {
 }  # fmt: skip
 GIVEN: dict[str, str] = {}
 DRAW = "TESTS_DRAW"  # in the environment: the text that draws cases
+DRAWN = 0.6  # of the parts that marks name: they draw again for each commit
 BYTECODE = str(Path(__file__).parents[1] / "out" / "bytecode")
 
 
@@ -120,6 +121,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--attention-by-warps", action="store_true", help="attention by mma.sync on Hopper, too")
     parser.addoption("--all", action="store_true", help="all cases of tests with the mark drawn")
     parser.addoption("--draw", metavar="TEXT", help="another text draws other cases; by default the commit")
+    parser.addoption(
+        "--drawn", type=float, default=DRAWN, metavar="PART", help="so much of the parts that the mark drawn names"
+    )
     parser.addoption("--room", metavar="NAME", help="only files of tests that import this room, or have its name")
     parser.addoption("--sample", type=float, default=1.0, metavar="PART", help="this part of the tests, by chance")
     parser.addoption("--sample-seed", default="0", metavar="TEXT", help="another text takes another part")
@@ -162,6 +166,7 @@ def _draw(config: pytest.Config, items: list[pytest.Item]) -> None:
             cases.setdefault((key, mark.args[0]), []).append(item)
     left = set[pytest.Item]()
     for (name, part), some in cases.items():
+        part *= config.getoption("--drawn")
         left.update(set(some).difference(part_of(some, part, f"{os.environ[DRAW]} {name}")))
     config.hook.pytest_deselected(items=[item for item in items if item in left])
     items[:] = [item for item in items if item not in left]
@@ -429,6 +434,7 @@ def drawn(request: pytest.FixtureRequest) -> Callable[[Sequence[Any], float], Se
     """``drawn(cases, part)``: of cases that one test runs at once, those of this run, as by the mark of this name."""
 
     def some(cases: Sequence[Any], part: float) -> Sequence[Any]:
+        part *= request.config.getoption("--drawn")
         return part_of(cases, part, f"{os.environ[DRAW]} {request.node.nodeid}") if _draws(request.config) else cases
 
     return some

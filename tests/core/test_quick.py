@@ -49,6 +49,8 @@ def test_one_of_so_many_neighbours_is_drawn() -> None:
 @pytest.mark.slow
 def test_a_drawn_part_of_a_test() -> None:
     test = "tests/core/test_model_kernels.py::test_every_case_compiles_without_spills"
-    every, some, others = (collected(*how, test) for how in (["--all"], ["--draw", "a"], ["--draw", "b"]))
+    draws = ["--all"], ["--draw", "a", "--drawn", "1"], ["--draw", "b", "--drawn", "1"], ["--draw", "a"]
+    every, some, others, fewer = (collected(*how, test) for how in draws)
     assert set(some) | set(others) < set(every) and len(some) == len(others) == round(0.12 * len(every))
     assert some != others
+    assert len(fewer) == round(0.6 * 0.12 * len(every))
