@@ -85,6 +85,34 @@ def composites(graph: Graph, analysis: Analysis) -> list[Composite]:
     return found
 
 
+def rotations(analysis: Analysis) -> list[Composite]:
+    """The rotations of heads, each with the order in which ``rope`` takes the dims of its value, and its table's shape.
+
+    Attributes of each: ``order`` of the value's dims, heads and columns last, or None where the value gets a dim of one
+    head, ``table``, the shape of both tables, and ``interleaved``.
+    """
+    found = []
+    for call in analysis.calls:
+        if call.named.op == "rope":
+            order, table = _heads_last(call.named)
+            attrs = {**call.named.attrs, "order": order, "table": table}
+            operands = dict(zip(call.named.operands, call.named.nodes, strict=True))
+            found.append(Composite("rope", operands, attrs, call.roots, call.roots))
+    return found
+
+
+def _heads_last(call: Named) -> tuple[tuple[int, ...] | None, Shape]:
+    x, table = call.shapes[:2]
+    rank = len(call.nodes[0].shape)
+    if len(x) == rank:
+        return tuple(range(rank)), table
+    shared = [i for i, size in enumerate(table[:-1]) if size == 1 and i]  # heads that have one angle
+    if not shared:
+        return None, table
+    heads = shared[-1]
+    return (*(i for i in range(rank - 1) if i != heads), heads, rank - 1), (*table[:heads], *table[heads + 1 :])
+
+
 class _Parts:
     def __init__(self, graph: Graph, analysis: Analysis) -> None:
         self.analysis, self.outputs = analysis, set(graph.outputs)

@@ -231,12 +231,12 @@ class Graph:
         were, and pairs of which each was turned are the primitive ``rotate_pairs``.
         """
         x = self._of_view(x, shape)
+        if x.op == "reshape" and x.args[0].shape == shape:
+            return x.args[0]
         if x.shape == shape:
             return x
-        if x.op == "concat" and (turned := _turned_pairs(x, shape)) is not None:
-            return self.make("primitive", [turned], ("rotate_pairs", shape[-1]), shape, x.dtype)
-        if x.op == "concat" and (rope := self._rotation(named.of_pairs(x, shape), shape, x.dtype)) is not None:
-            return rope
+        if (joined := self._joined(x, shape)) is not None:
+            return joined
         if (product := self._of_rows(x, shape)) is not None:
             return product
         if (x.op, x.attr) == ("primitive", "add"):
@@ -244,6 +244,17 @@ class Graph:
             if any(a is not None and len(b.shape) == 1 for a, b in zip(made, x.args[::-1], strict=True)):
                 return self.primitive("add", [a or b for a, b in zip(made, x.args, strict=True)], shape, x.dtype)
         return self.make("reshape", [x], None, shape, x.dtype)
+
+    def _joined(self, x: Node, shape: Shape) -> Node | None:
+        """Columns that were stacked, one beside the other in this shape; None of what says no more than a reshape."""
+        if (columns := named.columns_of(x, shape)) is not None:
+            return self.concat([self.cast(part, x.dtype) for part in columns], x.attr, shape)
+        if x.op == "concat" and (turned := named.turned_pairs(x, shape)) is not None:
+            return self.make("primitive", [self.cast(turned, x.dtype)], ("rotate_pairs", shape[-1]), shape, x.dtype)
+        pairs = x.args[0] if x.op == "cast" else x
+        turn = named.of_pairs(pairs, shape) if pairs.op == "concat" else None
+        rope = self._rotation(turn, shape, pairs.dtype)
+        return None if rope is None else self.cast(rope, x.dtype)
 
     def _of_view(self, x: Node, shape: Shape) -> Node:
         """The node below a reshape in a flat graph, if its last dim is that of this shape; else the node itself."""
@@ -293,6 +304,8 @@ class Graph:
         whole = x.shape[axis]
         if (start, stop, step) == (0, whole, 1):
             return x
+        if (part := _part_of(named.uncast(x), axis, start, stop)) is not None and step == 1:
+            return self.cast(part, x.dtype)
         shape = list(x.shape)
         if isinstance(start, int) and isinstance(stop, int) and isinstance(step, int):
             shape[axis] = -((start - stop) // step)
@@ -357,7 +370,8 @@ class Graph:
         if turn is None or self.exact or dtype not in FLOATS or turn.x.shape != shape:
             return None
         if turn.repeated:
-            tables = [self.slice(t, len(t.shape) - 1, 0, turn.size // 2) for t in map(named.table_of, turn[1:3])]
+            bounds = (0, turn.size, 2) if turn.interleaved else (0, turn.size // 2)
+            tables = [self.slice(t, len(t.shape) - 1, *bounds) for t in map(named.table_of, turn[1:3])]
             turn = turn._replace(cos=tables[0], sin=tables[1])
         call = named.call_of(turn._replace(x=self.cast(turn.x, dtype)))
         return None if call is None else self._call(call, shape, dtype)
@@ -433,17 +447,17 @@ def _as_it_lies(x: Node, axis: int) -> tuple[Node, int]:
     return x, axis
 
 
-def _turned_pairs(x: Node, shape: Shape) -> Node | None:
-    """``x`` of ``stack([-x[..., 1::2], x[..., ::2]], axis=-1)`` with the pairs joined to this shape."""
-    if len(x.args) != 2 or x.attr != len(x.shape) - 1 or any(part.op != "reshape" for part in x.args):
-        return None
-    odd, even = (part.args[0] for part in x.args)
-    if odd.op != "primitive" or odd.attr != "negative" or even.op != "slice" or odd.args[0].op != "slice":
-        return None
-    whole, n, last = even.args[0], shape[-1], len(shape) - 1
-    bounds = (odd.args[0].attr, even.attr)
-    same = odd.args[0].args[0] is whole and whole.shape == shape
-    return whole if same and bounds == ((last, 1, n, 2), (last, 0, n, 2)) else None
+def _part_of(x: Node, axis: int, start: Size, stop: Size) -> Node | None:
+    """The part between these bounds of values one after the other; None of anything else."""
+    at: Size = 0
+    for part in x.args if (x.op, x.attr) == ("concat", axis) else ():
+        size = part.shape[axis]
+        if not isinstance(size, int) or not isinstance(at, int):
+            return None
+        if (at, at + size) == (start, stop):
+            return part
+        at += size
+    return None
 
 
 def rotation(parts: Sequence[Node], axis: int) -> Node | None:

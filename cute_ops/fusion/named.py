@@ -7,7 +7,7 @@ a rotation becomes one node, and a value's gather is pushed down to what the val
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from cute_ops.fusion.node import Node, Shape
@@ -111,13 +111,35 @@ def of_sum(args: Sequence[Node]) -> Turn | None:
         return None
     for first, second in ((one, other), (other, one)):
         for turned, sin in (second, second[::-1]):
-            if turned.op != "primitive" or turned.attr != ("rotate_half", *turned.shape[-1:]):
+            if turned.op != "primitive" or turned.attr not in ((word, *turned.shape[-1:]) for word in _REPEATS):
                 continue
-            x = uncast(turned.args[0])
+            x, repeats = uncast(turned.args[0]), _REPEATS[turned.attr[0]]
             cos = next((b for a, b in (first, first[::-1]) if a is x), None)
-            if cos is not None and isinstance(x.shape[-1], int) and all(_repeats(t, _DEEP) for t in (cos, sin)):
-                return Turn(x, cos, sin, x.shape[-1], interleaved=False, repeated=True)
+            if cos is not None and isinstance(x.shape[-1], int) and all(_repeats(t, repeats) for t in (cos, sin)):
+                return Turn(x, cos, sin, x.shape[-1], turned.attr[0] == "rotate_pairs", repeated=True)
     return None
+
+
+def turned_pairs(x: Node, shape: Shape) -> Node | None:
+    """``x`` of ``stack([-x[..., 1::2], x[..., ::2]], axis=-1)`` with the pairs joined to this shape."""
+    if len(x.args) != 2 or x.attr != len(x.shape) - 1:
+        return None
+    odd, part, n = _unstacked(x.args[0]), uncast(x.args[1]), shape[-1]
+    if odd is None or (odd.op, odd.attr) != ("primitive", "negative"):
+        return None
+    even = _unstacked(part)
+    one, other = _columns(uncast(odd.args[0])), _neighbours(part) if even is None else _columns(uncast(even))
+    if one is None or other is None or one[0] is not other[0] or one[0].shape != shape:
+        return None
+    return one[0] if (one[1:], other[1:]) == ((1, n, 2), (0, n, 2)) else None
+
+
+def columns_of(x: Node, shape: Shape) -> list[Node] | None:
+    """The parts of columns one after the other that each have a last dim of one element, without it; None of others."""
+    if x.op != "concat" or x.shape != (*shape, 1) or x.attr != len(shape) - 1:
+        return None
+    parts = [*map(_unstacked, x.args)]
+    return [part for part in parts if part is not None] if None not in parts else None
 
 
 def call_of(turn: Turn) -> Named | None:
@@ -177,17 +199,27 @@ def _factors(node: Node) -> tuple[Node, Node] | None:
 
 def _turned(first: Node, second: Node) -> Turn | None:
     first, second = uncast(first), uncast(second)
-    if (first.op, first.attr, second.op, second.attr) != ("primitive", "subtract", "primitive", "add"):
+    signs = (first.attr, second.attr)
+    if (first.op, second.op) != ("primitive", "primitive") or signs not in (("subtract", "add"), ("add", "add")):
         return None
     a, b, c, d = (_factors(arg) for arg in (*first.args, *second.args))
     if a is None or b is None or c is None or d is None:
         return None
     for x1, cos in (a, a[::-1]):
         for x2, sin in (b, b[::-1]):
-            halves = _halves(x1, x2)
+            halves = _halves(x1, x2) if x1.shape == first.shape else None
+            if first.attr == "add":  # by the negative angles
+                opposite = next((each for each in (*c, *d) if _is_negative(each, sin)), None)
+                if opposite is None:
+                    continue
+                sin = opposite
             if halves is not None and {frozenset(c), frozenset(d)} == {frozenset((x2, cos)), frozenset((x1, sin))}:
                 return Turn(halves[0], cos, sin, *halves[1:])
     return None
+
+
+def _is_negative(node: Node, of: Node) -> bool:
+    return (node.op, node.attr) == ("primitive", "negative") and uncast(node.args[0]) is of
 
 
 def _halves(first: Node, second: Node) -> tuple[Node, int, bool] | None:
@@ -208,15 +240,18 @@ def _columns(node: Node) -> tuple[Any, ...] | None:
     """The value that a node has columns of, and which: ``(x, start, stop, step)``."""
     if node.op == "slice" and node.attr[0] == len(node.shape) - 1:
         return (uncast(node.args[0]), *node.attr[1:])
-    if node.op != "reshape" or node.args[0].op != "slice":
+    return _neighbours(node.args[0]) if node.op == "reshape" and node.args[0].shape == (*node.shape, 1) else None
+
+
+def _neighbours(part: Node) -> tuple[Any, ...] | None:
+    """The value whose columns were split to pairs of which a node has one each, and which, as :func:`_columns`."""
+    if part.op != "slice" or part.attr[0] != len(part.shape) - 1 or part.shape[-1] != 1:
         return None
-    part, last = node.args[0], len(node.shape)
     pairs = uncast(part.args[0])
-    if part.attr[0] != last or part.shape != (*node.shape, 1) or pairs.op != "reshape" or pairs.shape[-1] != 2:
+    if pairs.op != "reshape" or pairs.shape[-1] != 2:
         return None
-    x, at = pairs.args[0], part.attr[1]
-    joined = x.shape[:-1] == node.shape[:-1] and x.shape[-1] == 2 * node.shape[-1]
-    return (uncast(x), at, x.shape[-1], 2) if joined else None
+    x, rows, r = pairs.args[0], part.shape[:-2], part.shape[-2]
+    return (uncast(x), part.attr[1], x.shape[-1], 2) if x.shape == (*rows, 2 * r) else None
 
 
 def _unstacked(part: Node) -> Node | None:
@@ -243,18 +278,47 @@ def _with_kept(turn: Turn, rest: Node) -> Turn | None:
     return turn._replace(x=whole) if first else None
 
 
-def _repeats(node: Node, depth: int) -> bool:
-    """Whether both halves of a value's columns are equal."""
+def _repeats(node: Node, repeats: Callable[[Node, int], bool | None], depth: int = _DEEP) -> bool:
+    """Whether columns of a value are equal: both halves, or neighbours, where ``repeats`` says so of what made them."""
     if not depth or not node.shape or node.shape[-1] == 1:
         return bool(depth)
-    if node.op == "concat":
-        last = node.attr == len(node.shape) - 1
-        return len(node.args) == 2 and last and uncast(node.args[0]) is uncast(node.args[1])
+    if (said := repeats(node, depth)) is not None:
+        return said
     if node.op == "broadcast":
-        return node.attr[-1:] == (len(node.shape) - 1,) and _repeats(node.args[0], depth - 1)
+        return node.attr[-1:] == (len(node.shape) - 1,) and _repeats(node.args[0], repeats, depth - 1)
     if node.op == "reshape":
-        return node.args[0].shape[-1:] == node.shape[-1:] and _repeats(node.args[0], depth - 1)
-    return _is_elementwise(node) and all(arg.op == "constant" or _repeats(arg, depth - 1) for arg in node.args)
+        return node.args[0].shape[-1:] == node.shape[-1:] and _repeats(node.args[0], repeats, depth - 1)
+    known = _is_elementwise(node)
+    return known and all(arg.op == "constant" or _repeats(arg, repeats, depth - 1) for arg in node.args)
+
+
+def _half_is_repeated(node: Node, depth: int) -> bool | None:
+    """Of columns one after the other, whether they are one value twice; None of other values."""
+    if node.op != "concat":
+        return None
+    last = node.attr == len(node.shape) - 1
+    return len(node.args) == 2 and last and uncast(node.args[0]) is uncast(node.args[1])
+
+
+def _each_is_repeated(node: Node, depth: int) -> bool | None:
+    """Of columns that were joined to pairs, whether those of a pair are one value; None of other values."""
+    last = len(node.shape) - 1
+    if node.op == "concat" and node.attr == last:
+        return all(_repeats(arg, _each_is_repeated, depth - 1) for arg in node.args)
+    if node.op != "reshape" or node.args[0].shape[-1:] == node.shape[-1:]:
+        return None
+    pairs = uncast(node.args[0])
+    if pairs.shape[-1:] != (2,) or pairs.shape[:-2] != node.shape[:-1]:
+        return False
+    if pairs.op == "broadcast":  # a dim of one element, or none, becomes the last one
+        return len(pairs.shape) - 1 not in pairs.attr or pairs.args[0].shape[-1] == 1
+    stacked = pairs.op == "concat" and pairs.attr == len(pairs.shape) - 1 and len(pairs.args) == 2
+    return stacked and uncast(pairs.args[0]) is uncast(pairs.args[1])
+
+
+_REPEATS: Mapping[str, Callable[[Node, int], bool | None]] = {
+    "rotate_half": _half_is_repeated, "rotate_pairs": _each_is_repeated,
+}  # fmt: skip
 
 
 def _is_elementwise(node: Node) -> bool:

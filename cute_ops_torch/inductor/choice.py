@@ -30,6 +30,7 @@ from cute_ops.jit import target
 from cute_ops.jit.plan import signature
 from cute_ops.ops.gemm import mlp_products
 from cute_ops_torch.composite.scaled_dot_product import computes
+from cute_ops_torch.inductor.complex_numbers import is_of_complex
 from cute_ops_torch.inductor.effects import example
 from cute_ops_torch.inductor.emit import Call, Refused
 from cute_ops_torch.inductor.fusion_choice import asked_for
@@ -38,9 +39,10 @@ from cute_ops_torch.library.tensors import bind_tensors, memory
 
 # What may be put into graphs, besides the ops that are found by their meaning.
 OTHERS = (
-    "fused", "linear", "cross_entropy", "linear_cross_entropy", "attention_mask", "attention", "embedding",
+    "rope", "fused", "linear", "cross_entropy", "linear_cross_entropy", "attention_mask", "attention", "embedding",
 )  # fmt: skip
 KNOWN = (*neutral.BY_MEANING, *COMPOSITES, *OTHERS)
+DEVICE = "cuda"  # whose expressions Inductor may keep
 _STAYS = "Inductor fuses it, too; mode='max-autotune' measures both forms"
 
 
@@ -78,9 +80,7 @@ class Chooser:
             return Choice("", why=f"{choice.name} is not asked for")
         if choice.kind == "fused" and not found.reduces and any(map(_is_rotated, found.leaves)):
             return Choice("", why="it is part of a rotation, which only epilogues of products compute")
-        if choice.kind == "fused" and device == "cuda" and not found.reduces:
-            return choice if asked_for(torch.device(device)) else Choice("", why=_STAYS)
-        return choice
+        return _if_faster(choice, device) if choice.kind == "fused" and not found.reduces else choice
 
     def judge(self, call: Call) -> float | None:
         """The microseconds that a call is expected to save, where a model tells.
@@ -99,7 +99,10 @@ class Chooser:
             return Choice("", why=f"{found.name} is not asked for")
         if any(self.own.of(each, range(len(each.leaves))) for each in found.found):
             return Choice("", why="an op of yours computes a part of it")
-        return Choice("composite", found.name)
+        choice = Choice("composite", found.name)
+        # Inductor has no code for complex numbers: torch's functions write and read them in float32 at each step.
+        own = found.name == "rope" and not is_of_complex(found.operands["cos"])
+        return _if_faster(choice, device) if own else choice
 
     def judge_composite(self, name: str, call: Call) -> float | None:
         """The microseconds that the epilogue of its product is expected to save, where a model tells.
@@ -108,8 +111,9 @@ class Chooser:
             Refused: none are, or the product has so few rows that joining weights costs as much as a pass saves.
         """
         given = dict(zip(call.op.inputs, (node and example(node) for node in call.arrays), strict=True))
-        if name == "attention":
-            _check_attention(given["q"], given["k"])
+        if name in ("attention", "rope"):
+            if name == "attention":
+                _check_attention(given["q"], given["k"])
             return None
         x = given["x"]
         rows, k = (hint(size) for size in (x.numel() // x.shape[-1], x.shape[-1]))
@@ -128,6 +132,11 @@ class Chooser:
         halves = [t for key, t in given.items() if key in ("w_gate", "w_up", "w_gate_up")]
         weight = torch.cat(halves, 1 if transposed else 0)
         return _gain(mlp_ops(transposed).gated, [x, weight], call.attrs)
+
+
+def _if_faster(choice: Choice, device: str) -> Choice:
+    """The choice of what Inductor computes in one pass, too."""
+    return choice if device != DEVICE or asked_for(torch.device(device)) else Choice("", why=_STAYS)
 
 
 def _check_attention(q: torch.Tensor, k: torch.Tensor) -> None:

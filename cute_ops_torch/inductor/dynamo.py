@@ -23,6 +23,7 @@ from cute_ops.fusion.graph import Node as Value
 from cute_ops.fusion.named import MODE
 from cute_ops_torch.inductor import masked_attention
 from cute_ops_torch.inductor.attention_mask import ARGUMENTS, known_value, sides_of
+from cute_ops_torch.inductor.complex_numbers import as_real
 from cute_ops_torch.inductor.effects import (
     DROPOUT,
     MODES,
@@ -234,8 +235,8 @@ class DynamoFront(Front):
         if kwargs:
             kwargs = dict(zip(kwargs, self._arguments(kwargs.values(), kinds), strict=True))
             args, kwargs = _by_place(name, args, kwargs)
-        if isinstance(value, (tuple, list)) and name in ("chunk", "split", "tensor_split") and len(args):
-            return parts(self.graph, args, kwargs, value)
+        if isinstance(value, (tuple, list)) and name in _SEVERAL and len(args):
+            return _SEVERAL[name](self.graph, args, kwargs, value)
         if not isinstance(value, torch.Tensor) or not args or self._moves(node, value):
             return None
         if _are_some(kinds, (torch.Tensor, Node)):
@@ -588,6 +589,40 @@ def _turned(front: Front, args: Any, kwargs: Any, value: torch.Tensor) -> Value 
     return front.graph.transpose(args[0], order)
 
 
+def _stack(front: Front, args: Any, kwargs: Any, value: torch.Tensor) -> Value | None:
+    """Values side by side in a new dim."""
+    graph, shape = front.graph, shape_of(value)
+    axis = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % len(shape)
+    if not all(isinstance(each, Value) and each.dtype == dtype_of(value) for each in args[0]):
+        return None
+    return graph.concat([graph.reshape(each, (*shape[:axis], 1, *shape[axis + 1 :])) for each in args[0]], axis, shape)
+
+
+def _unbound(graph: Graph, args: Any, kwargs: Any, value: Sequence[torch.Tensor]) -> tuple[Value, ...] | None:
+    """The values that a dim has side by side."""
+    x, axis = args[0], (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % len(args[0].shape)
+    return tuple(graph.reshape(graph.slice(x, axis, k, k + 1), shape_of(each)) for k, each in enumerate(value))
+
+
+def _repeated(front: Front, args: Any, kwargs: Any, value: torch.Tensor) -> Value | None:
+    """``repeat`` along one dim: copies one after the other."""
+    x, times = args[0], args[1:] if len(args) != 2 or isinstance(args[1], int) else args[1]
+    shape, repeated = shape_of(value), [axis for axis, each in enumerate(times) if each != 1]
+    if len(times) != len(x.shape) or len(repeated) != 1 or not 1 < times[repeated[0]] <= _COPIES:
+        return None
+    return front.graph.concat([x] * times[repeated[0]], repeated[0], shape)
+
+
+def _each_repeated(front: Front, args: Any, kwargs: Any, value: torch.Tensor) -> Value | None:
+    """``repeat_interleave`` along one dim: each element's copies beside it."""
+    x, times, axis = args[0], args[1], args[2] if len(args) > 2 else kwargs.get("dim")
+    if not isinstance(times, int) or axis is None:
+        return None
+    before, after = x.shape[: axis % len(x.shape) + 1], x.shape[axis % len(x.shape) + 1 :]
+    dims = (*range(len(before)), *range(len(before) + 1, len(x.shape) + 1))
+    return front.graph.reshape(front.graph.broadcast(x, (*before, times, *after), dims), shape_of(value))
+
+
 def _attribute(front: Front, args: Any, kwargs: Any, value: torch.Tensor) -> Value | None:
     x, name = args[:2]
     if name not in ("T", "mT") or not isinstance(x, Value) or len(x.shape) < 2 or (name == "T" and len(x.shape) > 2):
@@ -607,7 +642,12 @@ def _maximum(word: str) -> Callable[..., Value | None]:
     return translate
 
 
+_COPIES = 4  # of a value, that are each read as it
+_SEVERAL: dict[str, Callable[..., Any]] = {
+    "unbind": _unbound, **dict.fromkeys(("chunk", "split", "tensor_split"), parts),
+}  # fmt: skip
 _TRANSLATIONS: dict[str, Callable[..., Value | None]] = {
+    "stack": _stack, "repeat": _repeated, "repeat_interleave": _each_repeated, "view_as_real": as_real,
     "getitem": _getitem, "narrow": _narrow, "square": _square, "matmul": _matmul, "rms_norm": _rms_norm,
     "layer_norm": _layer_norm, "addcmul": _addcmul, "leaky_relu": _leaky, "permute": _turned, "getattr": _attribute,
     "max": _maximum("maximum"), "min": _maximum("minimum"), "softmax": _softmax(logarithm=False),

@@ -37,7 +37,9 @@ from cute_ops.fusion.graph import Node as Value
 from cute_ops.ops import OPS
 from cute_ops.ops.attention.attention import attention
 from cute_ops.ops.gemm import by_call
+from cute_ops.ops.rotary.rope import rope
 from cute_ops_torch.composite import recipes
+from cute_ops_torch.inductor.complex_numbers import is_of_complex
 from cute_ops_torch.inductor.effects import example
 from cute_ops_torch.inductor.front import shape_of
 from cute_ops_torch.inductor.insertion import Insertion
@@ -111,9 +113,12 @@ class Emitter(Insertion):
         with self._refusing():
             makers = {
                 "gated_mlp": self._gated_mlp, "mlp": self._mlp, "qkv_rope": self._qkv_rope,
-                "linear_add_rmsnorm": self._linear_add_rmsnorm, "attention": self._attention,
+                "linear_add_rmsnorm": self._linear_add_rmsnorm, "attention": self._attention, "rope": self._rope,
             }  # fmt: skip
-            finish = {"qkv_rope": lambda outs, each: self._heads(outs[0], each), "attention": self._attended}
+            finish = {
+                "qkv_rope": lambda outs, each: self._heads(outs[0], each), "attention": self._attended,
+                "rope": self._rotated,
+            }  # fmt: skip
             given = {name: self.array(value) for name, value in found.operands.items()}
             if any(type(example(node)) is not FakeTensor for node in given.values()):
                 raise Refused("an operand is a DTensor or another subclass, of which products are torch's own")
@@ -247,10 +252,24 @@ class Emitter(Insertion):
         op = qkv_rope(size, attrs["transposed"])
         return Call(op, (given["x"], weight, *tables), (heads, "auto"), (0,))
 
-    def _table(self, array: Node, before: tuple[Any, ...], after: tuple[Any, ...]) -> Node:
+    def _table(self, array: Node, before: tuple[Any, ...], after: tuple[Any, ...], copied: bool = False) -> Node:
         if example(array).requires_grad:
             raise Refused("its angles have a gradient")
-        return self._aligned(self._reshaped(array, before, after))
+        table = self._reshaped(array, before, after)
+        return self.method("contiguous", table) if copied and not _has_rows(table) else self._aligned(table)
+
+    def _rope(self, found: Composite, given: dict[str, Node]) -> Call:
+        order, table = found.attrs["order"], found.attrs["table"]
+        cos, sin = (self._table(given[name], found.operands[name].shape, table, copied=True) for name in ("cos", "sin"))
+        x = self.method("unsqueeze", given["x"], -2) if order is None else self.method("permute", given["x"], order)
+        return Call(rope, (self._aligned(x), cos, sin), (found.attrs["interleaved"],), (0,))
+
+    def _rotated(self, outs: Sequence[Node], found: Composite) -> list[Node]:
+        """The result in the order of dims that the program has."""
+        order = found.attrs["order"]
+        if order is None:
+            return [self.method("squeeze", outs[0], -2)]
+        return [self.method("permute", outs[0], tuple(map(order.index, range(len(order)))))]
 
     def _heads(self, out: Node, found: Composite) -> list[Node]:
         """Queries and keys by head, and values, of all columns together."""
@@ -341,6 +360,8 @@ class Emitter(Insertion):
             return self.method("permute", self.array(value.args[0]), tuple(value.attr))
         if value.op == "slice" and all(isinstance(each, int) for each in value.attr):
             return self.part(self.array(value.args[0]), *value.attr)
+        if is_of_complex(value):
+            return self.function(getattr(torch, str(value.attr)), self.array(value.args[0]))
         if value.op == "contract" and value.attr[2] == ((), ()) and len(value.args[1].shape) == 2:
             left, right = map(self.array, value.args)
             if value.attr[0] == (len(value.args[0].shape) - 1,):

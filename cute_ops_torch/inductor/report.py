@@ -20,7 +20,7 @@ from cute_ops_torch.inductor.effects import example
 from cute_ops_torch.inductor.rewrite import Part, Rewritten
 
 # What computes nothing, or is named where it matters.
-_SILENT = (MODE, "what is written in place", "getitem")
+_SILENT = (MODE, "what is written in place", "getitem", "rope")
 _WHY = {
     "scaled_dot_product_attention": "ours takes 16 bits, no dropout, no mask that is an array of all scores, on a GPU",
     "cross_entropy": "it has weights or labels of its own kind, or its logits are written to later",

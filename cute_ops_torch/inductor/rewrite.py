@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 
 from cute_ops.fusion.analyse import Analysis, Found
 from cute_ops.fusion.choose import Choice
-from cute_ops.fusion.composite import Composite
+from cute_ops.fusion.composite import Composite, rotations
 from cute_ops.fusion.graph import Graph
 from cute_ops.fusion.graph import Node as Value
 from cute_ops.fusion.scores import Known
@@ -127,6 +127,9 @@ def rewrite(module: GraphModule, choosing: Choosing, exact: bool = False) -> Rew
         if part.choice.kind:
             covered.update(composite.found)
             inside.update(composite.nodes)
+    for rotation in rotations(analysis):
+        if rotation.roots[0] not in inside:
+            parts.append(work.part(rotation, choosing.choose_composite(rotation, front.device_of(rotation.roots[0]))))
     for found, choice in expressions:
         if found not in covered:
             if choice.product >= 0 and found.leaves[choice.product].node in inside:

@@ -42,7 +42,8 @@ class Case(NamedTuple):
 
 
 LOSS = {"cross_entropy": 1, "attention_mask": 2, "embedding": 1}
-LLAMA = {"add_rmsnorm": 2, "linear_add_rmsnorm": 2, "gated_mlp": 2, **LOSS}
+ROTATED = {"rope": 4}
+LLAMA = {**ROTATED, "add_rmsnorm": 2, "linear_add_rmsnorm": 2, "gated_mlp": 2, **LOSS}
 ENCODER = {"fused": 6, "mlp": 2, "cross_entropy": 1, "embedding": 3}
 VISION = {"fused": 5, "mlp": 2, "cross_entropy": 1}
 MODELS = {
@@ -51,27 +52,33 @@ MODELS = {
     "Qwen2": Case("Qwen2Config", "Qwen2ForCausalLM", GROUPED, {"rmsnorm": 1, **LLAMA}),
     "Qwen3": Case("Qwen3Config", "Qwen3ForCausalLM", GROUPED, {"rmsnorm": 5, **LLAMA}),
     "Gemma3": Case("Gemma3TextConfig", "Gemma3ForCausalLM", {**GROUPED, "sliding_window": 8}, {
-        "fused": 6, "rmsnorm": 4, "gated_mlp": 2, "cross_entropy": 1, "embedding": 1,
+        **ROTATED, "fused": 6, "rmsnorm": 4, "gated_mlp": 2, "cross_entropy": 1, "embedding": 1,
     }),
-    "OLMo 2": Case("Olmo2Config", "Olmo2ForCausalLM", GROUPED, {"rmsnorm": 4, "fused": 4, "gated_mlp": 2, **LOSS}),
+    "OLMo 2": Case("Olmo2Config", "Olmo2ForCausalLM", GROUPED, {
+        **ROTATED, "rmsnorm": 4, "fused": 4, "gated_mlp": 2, **LOSS,
+    }),
     "Phi-3": Case("Phi3Config", "Phi3ForCausalLM", GROUPED, {"rmsnorm": 1, **LLAMA}),
-    "GLM-4": Case("Glm4Config", "Glm4ForCausalLM", GROUPED, {"rmsnorm": 1, "fused": 8, "gated_mlp": 2, **LOSS}),
+    "GLM-4": Case("Glm4Config", "Glm4ForCausalLM", GROUPED, {
+        **ROTATED, "rmsnorm": 1, "fused": 4, "gated_mlp": 2, **LOSS,
+    }),
     "Granite": Case("GraniteConfig", "GraniteForCausalLM", GROUPED, {"rmsnorm": 1, **LLAMA}),
-    "Cohere": Case("CohereConfig", "CohereForCausalLM", GROUPED, {"layernorm": 1, "fused": 4, "gated_mlp": 2, **LOSS}),
+    "Cohere": Case("CohereConfig", "CohereForCausalLM", GROUPED, {
+        **ROTATED, "layernorm": 1, "fused": 2, "gated_mlp": 2, **LOSS,
+    }),
     "StableLM": Case("StableLmConfig", "StableLmForCausalLM", GROUPED, {
-        "layernorm": 1, "fused": 4, "gated_mlp": 2, **LOSS,
+        **ROTATED, "layernorm": 1, "fused": 4, "gated_mlp": 2, **LOSS,
     }),
     "GPT-2": Case("GPT2Config", "GPT2LMHeadModel", {
         "n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 61, "n_positions": 32, "bos_token_id": 0,
         "eos_token_id": 0, "loss_type": "ForCausalLMLoss", "use_cache": False,
     }, {"fused": 5, "mlp": 2, **LOSS, "embedding": 2}),
     "GPT-NeoX": Case("GPTNeoXConfig", "GPTNeoXForCausalLM", {**SIZES, "use_cache": False}, {
-        "fused": 3, "mlp": 2, **LOSS,
+        **ROTATED, "fused": 3, "mlp": 2, **LOSS,
     }),
     "BERT": Case("BertConfig", "BertForMaskedLM", SIZES, ENCODER),
     "RoBERTa": Case("RobertaConfig", "RobertaForMaskedLM", {**SIZES, "pad_token_id": 0}, ENCODER),
     "ModernBERT": Case("ModernBertConfig", "ModernBertForMaskedLM", {**SIZES, "pad_token_id": 0}, {
-        "layernorm": 1, "fused": 5, "gated_mlp": 2, "cross_entropy": 1, "embedding": 1,
+        **ROTATED, "layernorm": 1, "fused": 5, "gated_mlp": 2, "cross_entropy": 1, "embedding": 1,
     }),
     "T5": Case("T5Config", "T5ForConditionalGeneration", {
         "d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 2, "vocab_size": 61,

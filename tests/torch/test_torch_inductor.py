@@ -358,7 +358,7 @@ def test_gradients_of_an_untouched_llama() -> None:
         results.append((loss, [p.grad.clone() for p in model.parameters()]))
     expected_ops = {
         "rmsnorm": 1, "add_rmsnorm": 1, "linear_add_rmsnorm": 1, "gated_mlp": 1, "cross_entropy": 1,
-        "attention_mask": 1, "embedding": 1,
+        "attention_mask": 1, "embedding": 1, "rope": 2,
     }  # fmt: skip
     assert dict(graph_pass.replaced) == expected_ops
     (expected, grads), (got, ours) = results
@@ -370,14 +370,16 @@ def test_gradients_of_an_untouched_llama() -> None:
 FAMILIES: dict[str, dict[str, int]] = {
     "Llama": {
         "rmsnorm": 1, "add_rmsnorm": 2, "linear_add_rmsnorm": 2, "gated_mlp": 2, "cross_entropy": 1,
-        "attention_mask": 2, "embedding": 1,
+        "attention_mask": 2, "embedding": 1, "rope": 4,
     },
     "Qwen3": {
         "rmsnorm": 3, "add_rmsnorm": 1, "linear_add_rmsnorm": 1, "gated_mlp": 1, "cross_entropy": 1,
-        "attention_mask": 1, "embedding": 1,
+        "attention_mask": 1, "embedding": 1, "rope": 2,
     },
     # Its norms after attention and MLP, the residual adds and the norms of the sums are one expression each.
-    "Gemma3": {"rmsnorm": 2, "fused": 3, "gated_mlp": 1, "cross_entropy": 1, "attention_mask": 1, "embedding": 1},
+    "Gemma3": {
+        "rmsnorm": 2, "fused": 3, "gated_mlp": 1, "cross_entropy": 1, "attention_mask": 1, "embedding": 1, "rope": 2,
+    },
     # A layer norm reads products, whose biases it adds, too.
     "Bert": {"fused": 4, "mlp": 1, "cross_entropy": 1, "embedding": 3},
 }  # fmt: skip
