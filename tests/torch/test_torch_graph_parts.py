@@ -66,6 +66,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }  # fmt: skip
 
 
+@pytest.mark.drawn(0.8)
 @pytest.mark.parametrize("transposed", [False, True], ids=("n k", "k n"))
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_gated_mlps_of_two_weights(activation: str, transposed: bool) -> None:

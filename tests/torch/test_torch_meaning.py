@@ -569,6 +569,7 @@ CHANGED: dict[str, tuple[Callable[[], nn.Module], type, str, Any, str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.drawn(0.55)
 @pytest.mark.parametrize("when", ["eager", "compiled after", "compiled before"])
 @pytest.mark.parametrize("how", CHANGED)
 def test_methods_of_a_class_may_change(how: str, when: str, monkeypatch: pytest.MonkeyPatch) -> None:

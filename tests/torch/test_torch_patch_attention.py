@@ -151,6 +151,7 @@ def test_a_decoder_computes_what_it_did(name: str, way: Callable[[Any], Any], ca
     assert len(calls) == (24 if decodes else 2)
 
 
+@pytest.mark.drawn(0.8)
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("name", ["llama", "llama-eager", "gemma2", "gpt-oss"])
 def test_a_padded_batch_is_left_to_the_original(name: str, way: Callable[[Any], Any], calls: list[Any]) -> None:
@@ -174,6 +175,7 @@ def test_a_static_cache(name: str, way: Callable[[Any], Any], calls: list[Any]) 
     assert_greedy(words, decoder(name), decoder(name).bfloat16())
 
 
+@pytest.mark.drawn(0.8)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_encoders_attend_to_all(way: Callable[[Any], Any], attention: str, calls: list[Any]) -> None:

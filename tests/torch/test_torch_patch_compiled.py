@@ -155,6 +155,7 @@ def test_a_graph_runs_what_eager_mode_runs(name: str, calls: Counter[str]) -> No
         assert (got - want).abs().max() <= 2e-2 * want.abs().max().clamp(min=1e-2)
 
 
+@pytest.mark.drawn(0.5)
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "part"), [("Llama", "model"), ("ViT", "vit")])
 def test_a_stack_compiled_alone_hands_sums_from_layer_to_layer(name: str, part: str, calls: Counter[str]) -> None:

@@ -733,6 +733,7 @@ def gradients(model: nn.Module, tokens: torch.Tensor) -> dict[str, torch.Tensor 
     return {name: p.grad for name, p in model.named_parameters()}
 
 
+@pytest.mark.drawn(0.8)
 @pytest.mark.parametrize("frozen", ["", "q_proj", "v_proj", "_proj", "input_layernorm"])
 @pytest.mark.parametrize("kind", ["Llama", "Mistral", "Gemma"])
 def test_gradients_of_heads_come_joined_from_the_rotation(
@@ -939,6 +940,7 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.drawn(0.8)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Llama", "Qwen3", "Gemma", "Gemma2", "Gemma3"])
 def test_a_configuration_tells_all_that_the_patched_model_calls(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1020,6 +1022,7 @@ def test_the_first_step_of_a_warm_model_compiles_nothing() -> None:
     assert (cache.counters.compiled, cache.counters.disk) == before
 
 
+@pytest.mark.drawn(0.8)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3", "Gemma"])
 def test_a_configuration_tells_all_products(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
