@@ -74,6 +74,7 @@ def _named(leaf: Leaf, names: Sequence[Hashable]) -> dict[int, Hashable]:
 
 
 def why_no_softmax(found: Found) -> str:
+    """Why no root of an expression is the weights of values; empty if it contains no softmax of scores."""
     within = any(softmax_of(found.expression, i) is not None for i in range(len(found.expression.nodes)))
     of_scores = within and any(before(leaf.node)[0].op == "contract" for leaf in found.leaves)
     if not of_scores:
@@ -113,7 +114,7 @@ def beside_softmaxes(analysis: Analysis) -> set[Node]:
 
 
 def _softmaxes(expression: Expression) -> Iterator[int]:
-    """The nodes of which outputs are the softmax, or the weights and their sum."""
+    """The nodes whose softmax an output is, or whose weights and their sum two outputs are."""
     for output in expression.outputs:
         found = [softmax_of(expression, output)]
         found += [weights_of(expression, output, total) for total in expression.outputs if total != output]

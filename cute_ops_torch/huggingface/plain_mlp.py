@@ -34,12 +34,12 @@ _DROPOUTS: dict[Any, Forward] = {nn.Dropout: nn.Dropout.forward, nn.Identity: nn
 _APPROXIMATE = "approximate"
 # By the source of their `forward`: Hugging Face's SiLU, QuickGELU, and a module that calls its attribute `act`.
 _DIGESTS = {"2bdc4d94c9296936": "silu", "264bef87d559fca3": "quick_gelu", "4587a7e0c8fdf068": _APPROXIMATE}
-# What functions that are the `forward` of activations compute. Hugging Face's are added when a model has them.
-# A ``forward`` whose source is not known may read attributes of its class: it is known together with that.
+# What an activation computes, by its `forward`. Those of Hugging Face's activations are added when a model has them.
+# A `forward` whose source is not known may read attributes of its class, so it is a key only together with its class.
 _ACTIVATIONS: dict[Forward | tuple[type, Forward], str] = {
     nn.SiLU.forward: "silu", nn.ReLU.forward: "relu", nn.GELU.forward: _APPROXIMATE,
 }  # fmt: skip
-# The attributes of their classes then, and whether their classes have the methods that they had.
+# Of the keys with a class: the attributes that it had when it was learned, and whether it still has its methods.
 _SHARED: dict[Any, tuple[tuple[str, Any], ...]] = {}
 _UNCHANGED: dict[Any, Callable[[Any], bool]] = {}
 
@@ -134,14 +134,14 @@ def run_parts(up: Any, activation: str | None, down: Any, x: Tensor) -> Tensor |
 
 
 def _drops(module: nn.Module, step: Step) -> bool:
-    """Whether dropout changes its input by now, or is anything else."""
+    """Whether a step that was a dropout may change its input: it drops elements, or is no known dropout any more."""
     if step.kind == "dropout":
         return bool(module.training and getattr(module, step.name))
     return not _hands_on(module._modules.get(step.name))
 
 
 def _hands_on(dropout: Any) -> bool:
-    """Whether calling a module returns its input: a dropout that drops nothing by now, or an ``Identity``."""
+    """Whether calling a module returns its input: a dropout that drops nothing at present, or an ``Identity``."""
     kind: Any = type(dropout)
     if kind not in _DROPOUTS or not calls(dropout, _DROPOUTS[kind]):
         return False

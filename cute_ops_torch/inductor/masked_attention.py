@@ -1,8 +1,8 @@
-"""Torch's attention with a mask of data, written out for the graph that is read: as programs write attention.
+"""Writes torch's attention with a mask of data out, as products around a softmax, where the pass reads the program.
 
 Hugging Face's models give the mask of a padded batch to ``scaled_dot_product_attention``. Our attention reads for each
-score what that is computed from, and skips the tiles that its causal part hides; nothing as large as the scores exists.
-A call whose mask our attention does not compute stays one call.
+score what the mask is computed from, and skips the tiles that its causal part hides; nothing as large as the scores
+exists. A call whose mask our attention does not compute stays one call of torch's function.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def has_dense_mask(reads: Sequence[Read]) -> bool:
 
 
 def write_out(graph: Graph, given: Mapping[str, Any], known: Known) -> Value | None:
-    """The value of a call with a mask, by products and a softmax; None of a call with dropout, or without a mask.
+    """The value of a call with a mask, by products and a softmax; None for a call with dropout, or without a mask.
 
-    A query whose keys are all hidden gets NaN here and zeros from torch's function: ours gives it zeros, too.
+    Written out, a query whose keys are all hidden gets NaN; torch's function and our op give it zeros.
     """
     mask, arrays = given.get("attn_mask"), _arrays(graph, given)
     if arrays is None or not isinstance(mask, Value) or mask.dtype not in ("bool", *FLOATS):
