@@ -56,6 +56,7 @@ PHASES = {
     "llama_floor": Phase(240, (script("llama_floor", "--out", "{out}", "--warm"),)),
     "model_steps": Phase(480, (script("model_steps", "--out", "{out}", "--seconds", "{seconds}"),)),
     "attention": Phase(240, (script("attention", "--out", "{out}"),)),
+    "masked_attention": Phase(90, (script("masked_attention", "--out", "{out}"),)),
     "attention_floor": Phase(60, (script("attention_floor", "--out", "{out}"),)),
     "decode": Phase(180, (script("decode", "--out", "{out}"),)),
     "sample": Phase(300, (script("sample", "--out", "{out}", "--again", "--seconds", "{seconds}"),)),

@@ -1,4 +1,4 @@
-"""Training steps shaped like eleven kinds of models: milliseconds per step, patched and not.
+"""Training steps shaped like fourteen kinds of models: milliseconds per step, patched and not.
 
 Each model has the sizes of one that people train, in one layer's width, heads, vocabulary and experts, but few layers,
 so that a step takes 20 to 60 ms. The harness is that of ``llama_step.py``: bfloat16, fused AdamW, the same weights and
@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from common import Table, first_line, parse, read, spread
 from dit import DiT
+from encoders import Tokens, ViT
 from llama_step import READY, TOLERANCE, Steps, Worker, in_drawn_order, prepare
 from rich.console import Console
 from rich.table import Table as View
@@ -54,6 +55,7 @@ class Shape(NamedTuple):
         small: those that make it tiny, for the CPU.
         batch, seqlen: sizes of a batch.
         inputs: the arguments of a call, of its config, a batch's sizes and the device.
+        dtype: of parameters; a model of float32 turns autocast on.
     """
 
     kind: str | type[Any]
@@ -62,6 +64,7 @@ class Shape(NamedTuple):
     batch: int
     seqlen: int
     inputs: Callable[[Any, int, int, torch.device], dict[str, torch.Tensor]]
+    dtype: torch.dtype = torch.bfloat16
 
     def build(self, small: bool, seed: int = 0) -> Any:
         import transformers
@@ -70,7 +73,7 @@ class Shape(NamedTuple):
         sizes = {**self.config, **(self.small if small else {})}
         kind: Any = getattr(transformers, self.kind) if isinstance(self.kind, str) else self.kind
         with torch.device("cpu" if small else "cuda"):
-            return kind(kind.config_class(**sizes)).to(torch.bfloat16).train()
+            return kind(kind.config_class(**sizes)).to(self.dtype).train()
 
 
 def causal(config: Any, batch: int, seqlen: int, device: torch.device) -> dict[str, torch.Tensor]:
@@ -83,6 +86,14 @@ def masked(config: Any, batch: int, seqlen: int, device: torch.device) -> dict[s
     tokens = torch.randint(3, config.vocab_size, (batch, seqlen), device=device)
     hidden = torch.rand(tokens.shape, device=device) < 0.15
     return {"input_ids": tokens.masked_fill(hidden, 2), "labels": tokens.masked_fill(~hidden, -100)}
+
+
+def padded(config: Any, batch: int, seqlen: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """The same, with a third to all of each sequence's tokens."""
+    inputs = masked(config, batch, seqlen, device)
+    lengths = torch.randint(seqlen // 3, seqlen + 1, (batch, 1), device=device)
+    behind = torch.arange(seqlen, device=device) >= lengths
+    return {name: each.masked_fill(behind, -100 if name == "labels" else 0) for name, each in inputs.items()}
 
 
 def image(config: Any, batch: int, seqlen: int, device: torch.device) -> dict[str, torch.Tensor]:
@@ -115,6 +126,10 @@ _TINY = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128,
 }  # fmt: skip
 _TINY_DECODER = {**_TINY, "num_key_value_heads": 2, "head_dim": 16}
+_TINY_ENCODER = {
+    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 32, "num_labels": 8,
+    "vocab_size": 128,
+}  # fmt: skip
 SHAPES = {
     "BERT-large": Shape(
         "BertForMaskedLM",
@@ -127,6 +142,9 @@ SHAPES = {
          "patch_size": 14, "num_labels": 1000, **_WITHOUT},
         {**_TINY, "image_size": 28, "num_labels": 8}, 128, 257, image,
     ),
+    "ViT-B/16, nn.MultiheadAttention": Shape(ViT, {}, _TINY_ENCODER, 256, 197, image),
+    "ViT-B/16, autocast": Shape(ViT, {}, _TINY_ENCODER, 256, 197, image, torch.float32),
+    "nn.TransformerEncoder, padded": Shape(Tokens, {}, _TINY_ENCODER, 64, 512, padded),
     "DiT": Shape(DiT, {}, {"hidden_size": 64, "num_hidden_layers": 2, "image_size": 8}, 64, 256, noisy),
     "Whisper-large": Shape(
         "WhisperForConditionalGeneration",

@@ -113,6 +113,11 @@ def attention_table(rows: list[Row]) -> str:
     return by_shape(rows, lambda r: f"{r['direction']} {attended(r)}", "tflops", max)
 
 
+def masked_table(rows: list[Row]) -> str:
+    """Microseconds by shape and contender, the fastest in bold."""
+    return by_shape(rows, lambda r: f"{r['direction']} {attended(r)}", "us", min)
+
+
 def decode_table(rows: list[Row]) -> str:
     """Microseconds by shape and contender, the fastest in bold."""
     return by_shape(rows, decoded, "us", min)
@@ -188,6 +193,7 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "expressions": ("Expressions", expression_table),
     "sample": ("Drawn sizes", sample_table),
     "attention": ("Attention", attention_table),
+    "masked_attention": ("Attention with masks of padded batches", masked_table),
     "attention_floor": ("Floors of windows and documents", attention_floors),
     "decode": ("Attention to caches", decode_table),
     "decode_floor": ("Floors of attention to caches", cache_floors),

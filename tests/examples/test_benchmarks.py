@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import random
 import re
@@ -36,6 +37,7 @@ import linear_cross_entropy
 import llama_floor
 import llama_step
 import machine_code
+import masked_attention
 import model_steps
 import pictures
 import plot
@@ -149,7 +151,7 @@ def test_floors_of_rows_move_as_many_bytes(capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.slow
 def test_steps_of_models(capsys: pytest.CaptureFixture[str]) -> None:
     turns = [model_steps.Turns(name, small=True, profile=3) for name in ("eager", "ours")]
-    for name in ("T5", "DiT"):
+    for name in ("T5", "DiT", "ViT-B/16, autocast", "nn.TransformerEncoder, padded"):
         rows = [[each.obey(line) for line in (name, "1", "")][-1] for each in turns]
         assert [row and row["status"] for row in rows] == ["ok", "ok"]
         losses = [row["loss_first"] for row in rows if row]
@@ -158,6 +160,17 @@ def test_steps_of_models(capsys: pytest.CaptureFixture[str]) -> None:
     other = model_steps.Turns("Liger", small=True)
     assert [other.obey(line) for line in ("Mamba-2", "1")] == [None, None]
     assert "Error: " in (other.obey("") or {})["status"]
+
+
+@pytest.mark.drawn(0.4, among="benchmarks")
+@pytest.mark.slow
+def test_masked_attention_smoke(tmp_path: Path) -> None:
+    assert masked_attention.main(["--cpu-smoke", "--out", str(tmp_path), "--shapes", "0", "--rounds", "1"]) == 0
+    rows = common.read(tmp_path / "masked_attention.csv")
+    calls = {
+        (row["contender"], row["direction"]) for row in rows if row["status"] == "ok" and float(row["error"]) < 0.02
+    }
+    assert calls == {*itertools.product(masked_attention.CONTENDERS, masked_attention.DIRECTIONS)}
 
 
 def test_steps_of_a_process_that_ends_are_a_row(tmp_path: Path) -> None:
@@ -235,7 +248,9 @@ def test_attention_is_measured_at_a_files_cases_again(tmp_path: Path, monkeypatc
     assert len(seen) == 2 * len(named)
 
 
-@pytest.mark.parametrize("benchmark", [attention, decode, decode_floor, linear, llama_step, model_steps])
+@pytest.mark.parametrize(
+    "benchmark", [attention, decode, decode_floor, linear, llama_step, masked_attention, model_steps]
+)
 def test_figures_stay_where_there_is_no_gpu(
     benchmark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
