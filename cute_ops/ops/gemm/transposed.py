@@ -30,11 +30,13 @@ ROWS, FASTER = range(129, 513), 1.06
 # Registers of a thread more than EpilogueCost says, of gate_up weights and several outputs: 128 x 144 spilled one.
 MORE_OF_HALVES = 32
 # Cycles of a microsecond, and microseconds besides. FLOP of a microsecond at which power limits products.
-CYCLES, MORE, MOST = 1900.0, 2.57, 7.8e8
-# Bytes from L2 in a cycle, each SM's share; cycles from the load of a stage to its use; cycles of a tile besides its
-# steps and its epilogue; cycles more of a step of transposed tiles of 64 columns; the power of size.off_a and off_b by
-# which L2 takes longer for rows off a line.
-L2_BYTES, LATENCY, TILE, STEP_OF_64, OFF_A_LINE = 58, 1640, 850, 37, 2.4
+CYCLES, MORE, MOST = 1900.0, 2.33, 7.8e8
+# Bytes from L2 in a cycle, each SM's share; cycles from the load of a stage to its use; cycles more of a step of
+# transposed tiles of 64 columns; the power of size.off_a and off_b by which L2 takes longer for rows off a line.
+L2_BYTES, LATENCY, STEP_OF_64, OFF_A_LINE = 58, 1640, 32, 2.4
+# Cycles of a tile besides its steps and its epilogue; cycles more where both warpgroups have the same tile, whose terms
+# CTAs do not share.
+TILE, SAME_TILE = 980, 2900
 # What goes on at once takes the cubic mean of its times: nothing waits for the slowest alone.
 POWER = 3
 
@@ -93,9 +95,9 @@ def _fits(config: GemmConfig, m: int) -> bool:
 
 
 def microseconds(config: GemmConfig, size: GemmSize, cost: EpilogueCost) -> float:
-    """How long a product of some hundred rows takes, by any config that loads by TMA. Fitted to 148 transposed configs
-    and 76 others of 76 drawn products: an eighth of them, left out of the fit in turns, is off by 6.5% (root mean
-    square). 254 configs of other products, none transposed, are off by 11% (H200).
+    """How long a product of some hundred rows takes, by any config that loads by TMA. Fitted to 238 transposed configs
+    and 128 others of 128 products: an eighth of them, left out of the fit in turns, is off by 7.4% (root mean square).
+    254 configs of other products, none transposed, are off by 11% (H200).
     """
     tiles = usual.count_tiles(config, size, cost)
     waves, busy = -(-tiles // config.clusters), min(tiles, config.clusters) / config.clusters
@@ -108,8 +110,10 @@ def microseconds(config: GemmConfig, size: GemmSize, cost: EpilogueCost) -> floa
     steps = -(-size.k // (config.tile_k * config.cluster_k))
     after = usual.epilogue_cycles(config, size, cost)
     exchange = config.tile_m * config.tile_n * 4 / usual.EXCHANGE_BYTES if config.cluster_k > 1 else 0
-    exposed = 1 if config.form == "pingpong" else waves
-    sms = waves * (steps * step + TILE + exchange) + exposed * after
+    if config.form == "cooperative":
+        sms = waves * (steps * step + TILE + after + (exchange or SAME_TILE))
+    else:
+        sms = waves * (steps * step + TILE + exchange) + after
     memory = usual.memory_cycles(size, cost, config.clusters * config.ctas)
     power = 2 * size.multiply_adds * (1 + cost.gate_up) / MOST * CYCLES
     return _together(sms, memory, power) / CYCLES + MORE
