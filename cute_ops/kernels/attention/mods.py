@@ -11,6 +11,7 @@ from cute_ops.expressions.reads import SIZE, Mod, known, ranged
 from cute_ops.expressions.text import text_of
 from cute_ops.kernels.attention.folding import Folded, Scaled
 from cute_ops.kernels.attention.limits import WORD, are_pairs, bit_of, interval, limits_of, words_of
+from cute_ops.kernels.attention.tensors import address_of
 from cute_ops.kernels.emit.emitter import Emitter
 from cute_ops.kernels.emit.primitives import DEVICE
 from cute_ops.kernels.lib.activation import LOG2_E
@@ -18,6 +19,8 @@ from cute_ops.kernels.lib.matrix import folded
 from cute_ops.kernels.tensor_core.sizes import WARP
 
 HEAD, Q, K = 1, 2, 3  # of coordinates
+# Columns of which a thread reads elements before it uses the first one, one by one and in pairs: registers are few.
+SINGLE_COLUMNS, PAIRED_COLUMNS = 4, 16
 
 
 def exp(x):
@@ -135,6 +138,71 @@ class Evaluated:
             words.append(word)
         return words
 
+    @property
+    def by_score(self):
+        """The reads of an element for each score, by query and key."""
+        return [i for i in range(len(self.mod.reads)) if all(self.mod.depends(i))]
+
+    @property
+    def in_pairs(self):
+        """Whether there are reads by query and key, all in order of keys, and by coordinates of a score alone."""
+        numbers = [[self._number_of(node) for node in self.index_nodes(i)] for i in self.by_score]
+        return bool(numbers) and all(own[-1] == K and all(0 <= n < K for n in own[:-1]) for own in numbers)
+
+    def pairs_of(self, place):
+        """Where reads are :attr:`in_pairs`, of each the address of the element of the first column in each of a
+        thread's rows, and the dtype.
+        """
+        return {i: self._rows_of(i, place) for i in self.by_score}
+
+    def _rows_of(self, i, place):
+        array, addresses = place.sizes.captured[self.mod.reads[i].array], []
+        for r in range(2):
+            numbers, places = place.numbers(r, 0), []
+            for node, size in zip(self.index_nodes(i)[:-1], array.shape):
+                places.append(cutlass.min(cutlass.max(numbers[self._number_of(node)], Int32(0)), Int32(size) - 1))
+            addresses.append(address_of(array, (*places, numbers[K])))
+        return addresses, array.element_type
+
+    def loads_pairs(self, place, pairs):
+        """Whether all of a warp's keys are numbers of elements, and those of pairs of columns lie where one instruction
+        loads both. ``pairs``: see :meth:`pairs_of`.
+        """
+        last, found = place.numbers(0, -1)[K], Boolean(True)
+        for i, (rows, dtype) in pairs.items():
+            found = found & (last < Int32(place.sizes.captured[self.mod.reads[i].array].shape[-1]))
+            for address in rows:
+                found = found & (address % (2 * dtype.width // 8) == 0)
+        return cute.arch.vote_all_sync(found)
+
+    def load_pairs(self, pairs, columns, offsets, loaded):
+        """Load the elements of some columns, two at once, in the place of :meth:`read`.
+
+        Args:
+            pairs: see :meth:`pairs_of`.
+            columns: the numbers of a thread's columns.
+            offsets: of all columns of a thread from its first one.
+            loaded: see :meth:`operands`.
+        """
+        for i, (rows, dtype) in pairs.items():
+            size = dtype.width // 8
+            for c in columns[::2]:
+                for r, row in enumerate(rows):
+                    both, address = cute.make_rmem_tensor(2, dtype), row + offsets[c] * size
+                    start = cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=2 * size)
+                    cute.autovec_copy(cute.make_tensor(start, cute.make_layout(2)), both)
+                    for j in range(2):
+                        loaded[i, r, c + j] = both[j].to(Float32)
+
+    def index_nodes(self, i):
+        """The nodes of what a read has as indices."""
+        indices = self.indices[i]
+        return [indices.expression.nodes[node] for node in indices.expression.outputs] if indices else []
+
+    def _number_of(self, node):
+        """Which of batch, head, q and k an index is, or another number."""
+        return node.operand - (self.mod.given - 8) if node.primitive == "operand" else -1
+
     def read(self, i, operands, captured, numbers=None):
         """An element of an array, or its size, by the operands before it.
 
@@ -145,14 +213,14 @@ class Evaluated:
         array = captured[read.array]
         if read.kind.startswith(SIZE):
             return Float32(array.shape[int(read.kind.removeprefix(SIZE))])
-        places, indices, first = [], self.indices[i], self.mod.given - 8
-        for node, x, size in zip(indices.expression.outputs, indices(*operands), array.shape):
-            node = indices.expression.nodes[node]
-            if numbers is not None and node.primitive == "operand" and 0 <= node.operand - first < len(numbers):
-                places.append(cutlass.min(cutlass.max(numbers[node.operand - first], Int32(0)), Int32(size) - 1))
+        places = []
+        for node, x, size in zip(self.index_nodes(i), self.indices[i](*operands), array.shape):
+            which = self._number_of(node)
+            if numbers is not None and 0 <= which < len(numbers):
+                places.append(cutlass.min(cutlass.max(numbers[which], Int32(0)), Int32(size) - 1))
             else:
-                inside = cute.arch.fmin(cute.arch.fmax(x, Float32(0.0)), Float32(size - 1))  # of NaN 0
-                places.append(Int32(inside))
+                bounded = cute.arch.fmin(cute.arch.fmax(x, Float32(0.0)), Float32(size - 1))  # of NaN 0
+                places.append(Int32(bounded))
         # Of elements of one row the row's address is computed once.
         row = array if len(places) == 1 else array[(*places[:-1], None)]
         return row[places[-1]].to(Float32)
@@ -253,7 +321,13 @@ class Mods:
         for (r, i), along in self._absolutes(place, loaded).items():
             keeps, signs[r, i] = along.between(place.columns)
             same = same & keeps
-        if const_expr(len(signs) == 0):
+        if const_expr(self.score.in_pairs and are_pairs(place.columns) and not (place.keys_down or place.heads_by_row)):
+            pairs = self.score.pairs_of(place)
+            if self.score.loads_pairs(place, pairs):
+                self._change_in_parts(scores, place, loaded[0], pairs)
+            else:
+                self._change_in_parts(scores, place, loaded[0], None)
+        elif const_expr(len(signs) == 0):
             self._change(scores, place, loaded, {})
         elif cute.arch.vote_all_sync(same):
             self._change(scores, place, loaded, signs)
@@ -268,6 +342,23 @@ class Mods:
             operands = self.score.along(self.score.operands(given, place.sizes.captured, loaded[r], at), place, c)
             own = {i: sign for (row, i), sign in signs.items() if row == r}
             scores[r, c] = self._score(operands, self.score.varying(place), own)
+
+    def _change_in_parts(self, scores, place, loaded, pairs):
+        """:meth:`_change`, where elements are read for each score: those of some columns are all on their way before
+        the first one is used. ``pairs``: see :meth:`Evaluated.pairs_of`; None where they are loaded one by one.
+        """
+        loaded, mod, every = {**loaded}, self.score, [*place.each(down=True)]
+        at_once = SINGLE_COLUMNS if pairs is None else PAIRED_COLUMNS
+        for start in range(0, len(place.columns), at_once):
+            columns = range(start, min(start + at_once, len(place.columns)))
+            part, given = [each for each in every if each[1] in columns], []
+            if pairs is not None:
+                mod.load_pairs(pairs, columns, place.columns, loaded)
+            for r, c, at, coordinates in part:
+                operands = (Scaled(self.scale, scores[r, c]), *coordinates), place.sizes.captured, loaded, at
+                given.append(mod.operands(*operands, place.numbers(r, c)))
+            for (r, c, *_), operands in zip(part, given):
+                scores[r, c] = self._score(mod.along(operands, place, c), mod.varying(place), {})
 
     def _absolutes(self, place, loaded):
         """The arguments of absolute values that change along a row by a step, by row and node."""
