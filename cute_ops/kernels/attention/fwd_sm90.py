@@ -187,9 +187,11 @@ class AttentionFwd(ForwardKernel):
                     tQsQ, tQgQ = partition(q, (self.tile_m, self.d), at, of_q)
                     cute.copy(q.tma, tQgQ, tQsQ[None, i], tma_bar_ptr=ring_q.producer_get_barrier(q_slot))
                 q_slot.advance()
+                seen = self.tiles.nothing_seen()
                 for i in cutlass.range(last - first + 1, unroll=1):
                     keys = last - i
-                    if self._is_loaded(tile, own, keys):
+                    seen = self.tiles.look(seen, tile, own, (tile.block, keys))
+                    if self._is_loaded(tile, own._replace(seen=seen), keys):
                         for tma, each, tXsX, tXgX in ((k.tma, ring_k, tKsK, tKgK), (v.tma, ring_v, tVsV, tVgV)):
                             each.producer_acquire(slot)
                             full = each.producer_get_barrier(slot)
