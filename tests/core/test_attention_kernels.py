@@ -13,6 +13,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from cutlass import BFloat16, Float16
 
 from cute_ops import Op, mods, testing
 from cute_ops.declaration.binding import bind
@@ -27,7 +28,7 @@ from cute_ops.kernels.attention import forward, tiles
 from cute_ops.kernels.attention.config import AttentionBackwardConfig, AttentionConfig
 from cute_ops.kernels.attention.forward import ForwardKernel
 from cute_ops.kernels.attention.limits import limits_of
-from cute_ops.kernels.attention.mods import FAST, K, Q
+from cute_ops.kernels.attention.mods import FAST, K, Mods, Q
 from cute_ops.kernels.attention.softmax import (
     CUBICS,
     HIGHEST,
@@ -37,7 +38,7 @@ from cute_ops.kernels.attention.softmax import (
     CappedSoftmax,
     polynomial,
 )
-from cute_ops.kernels.attention.weights import GRADIENTS, HIDDEN, LEAST_CAP
+from cute_ops.kernels.attention.weights import GRADIENTS, HIDDEN, LEAST_CAP, Weights
 from cute_ops.ops.attention import config as configs
 from cute_ops.ops.attention.attention import attention, attention_bwd
 from cute_ops.ops.attention.by_call import Captured, kind_of, op_of, op_of_call
@@ -661,16 +662,19 @@ def _check_one_pass(call: Call, functions: Functions, folder: Path) -> None:
         # The first block of keys was the last one to add, but to tiles of queries before all keys.
         before = max(call.s - call.t, 0) if call.attrs.get("causal") else 0
         assert (turns[:, :, before // tile : -(-call.s // tile)] == 1).all()
+    config = AttentionBackwardConfig.of(run.variant.config)
+    weights = Weights(Mods(call.d**-0.5, config.score), call.d**-0.5)
+    scale = call.d**-0.5 * weights.leave_out(BFloat16 if call.dtype == "bfloat16" else Float16)
     if count > 1:
         by_keys = by_columns(parts) if run.is_wide else by_tiles(parts, 128)
         halves_of = by_keys.reshape(count, 2, call.batch, *parts.shape[1:])[..., : call.t, :].sum(0)
         dk, dv = (x.transpose(0, 2, 1, 3) for x in halves_of)
-        dk, dv = (dk * call.d**-0.5).astype(q.dtype), dv.astype(q.dtype)
+        dk, dv = (dk * scale).astype(q.dtype), dv.astype(q.dtype)
     if tile == 80:
         sums = transposed(sums, tile)
     else:
         sums = by_tiles(sums, tile // 2) if run.tall else by_rows(sums, run.shares)
-    dq = sums[:, :, : call.s].transpose(0, 2, 1, 3) * call.d**-0.5
+    dq = sums[:, :, : call.s].transpose(0, 2, 1, 3) * scale
     _check({"dq": dq.astype(q.dtype), "dk": dk, "dv": dv}, right)
 
 

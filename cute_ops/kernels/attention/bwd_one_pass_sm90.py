@@ -88,6 +88,7 @@ class OnePassBackward(SumsOfTiles, KeysBackward):
     ):  # fmt: skip
         mQ, *_ = inputs
         self.dtype = dtype = mQ.element_type
+        self.scale = self.weights.scale * self.weights.leave_out(dtype)
         row, rows_of_keys = LayoutEnum.ROW_MAJOR, self.tile_k // self.consumers
         mma_s, mma_dk, mma_dv, mma_dq = self._mmas(dtype)
         shape_k, shape_v = (self.tile_k, self.tile_q, self.d), (self.tile_k, self.tile_q, self.dv)

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32
+from cutlass import BFloat16, Boolean, Float32
 
 from cute_ops.kernels.attention.registers import (
     PART,
@@ -38,6 +38,8 @@ GRADIENTS = (
 LEAST_CAP, LEAST_FACTOR = 1e-3, 1e-30  # with which a polynomial gives hidden scores a weight of 0
 # The argument of a hidden score's tanh: the polynomial of it has an exponential of 0.
 HIDDEN = 999_983.0
+# Factors that gradients in bfloat16 and sums in float32 may lack on the way.
+LEFT_OUT = 1e-12, 1e6
 MOST_WRONG = 1e-4  # an error of scores, and so of weights relatively, that 16 bits do not show
 
 
@@ -47,15 +49,35 @@ class Weights:
     Args:
         mods: what is done to scores.
         scale: of scores.
+
+    Attributes:
+        left_out: the factor that what :meth:`of_parts` gives lacks, see :meth:`leave_out`.
     """
 
     def __init__(self, mods, scale):
-        self.mods, self.scale, self.near = mods, scale, None
+        self.mods, self.scale, self.near, self.left_out = mods, scale, None, 1.0
         if mods.cap is not None:
             # Polynomials are for caps of which float32 holds their factors, and of which scores are right.
             outer, inner = mods.cap
             held = LEAST_FACTOR < outer * inner**3 < LARGEST * min(mods.scale, 1.0) and outer >= LEAST_CAP
             self.near = next((each for each in GRADIENTS if held and outer * each.error < MOST_WRONG), None)
+
+    def leave_out(self, dtype):
+        """Leave the factor of a polynomial's square out of cotangents of scores, one operation less for each; returns
+        what gradients of queries and keys are to be multiplied by. Float16 does not hold cotangents without it.
+        """
+        factor = 1.0 if self.near is None else -self._of_polynomial[3]
+        self.left_out = factor if dtype is BFloat16 and LEFT_OUT[0] < factor < LEFT_OUT[1] else 1.0
+        return self.left_out
+
+    @property
+    def _of_polynomial(self):
+        """Factors of the first and the third power of a product in its score, of base 2, and of none and of the second
+        one in what the score's cotangent is multiplied by.
+        """
+        outer, inner = self.mods.cap
+        score = [outer * LOG2_E * c * inner ** (2 * i + 1) for i, c in enumerate(self.near.value)]
+        return *score, *(outer * inner / self.mods.scale * c * inner ** (2 * i) for i, c in enumerate(self.near.slope))
 
     def of_lse(self, lse, given):
         """A row's log-sum-exp, of base 2, without a cap less the offset of scores; infinite where the row has no key or
@@ -163,19 +185,15 @@ class Weights:
 
     def _by_polynomial(self, rS, rWeights, lse, parts):
         """What :meth:`of_parts` does of capped scores of which :meth:`_is_near` is true."""
-        scores, (outer, inner) = by_row(rS), self.mods.cap
-        first, third = (Float32(outer * LOG2_E * c * inner ** (2 * i + 1)) for i, c in enumerate(self.near.value))
-        flat, bent = (
-            Float32(outer * inner / self.mods.scale * c * inner ** (2 * i)) for i, c in enumerate(self.near.slope)
-        )
-        put = into_pairs(rWeights)
+        scores, put, (first, third, flat, bent) = by_row(rS), into_pairs(rWeights), self._of_polynomial
+        zero = flat / -bent  # the square of which the slope is 0
         for c in (c for part in parts for c in columns_of_part(part)):
             for r in range(2):
                 x = scores[r, c]
-                square = x * x
-                weight = exp2(x * (square * third + first) - lse(r, c))
+                slope = Float32(zero) - x * x
+                weight = exp2(x * (slope * Float32(-third) + Float32(first + third * zero)) - lse(r, c))
                 put(r, c, weight)
-                scores[r, c] = weight * (square * bent + flat)
+                scores[r, c] = weight * slope if self.left_out != 1.0 else weight * (slope * Float32(-bent))
 
     def _by_column(self, rS, rWeights, place, lse, parts=None):
         """Gradients of a tile of which nothing is left out, or of parts of it where products may be :attr:`hidden`,
@@ -189,7 +207,7 @@ class Weights:
             if self.mods.cap is not None:
                 weight = cutlass.select_(scores[r, c] == Float32(self.hidden), Float32(0.0), weight)
             put(r, c, weight)
-            scores[r, c] = derive(weight)
+            scores[r, c] = derive(weight) if self.left_out == 1.0 else derive(weight) * Float32(1.0 / self.left_out)
 
     @cute.jit
     def _in_steps(
