@@ -127,9 +127,9 @@ class OnePassInParts(OnePassBackward):
         and what :meth:`Tiles.rest_of` gives.
         """
         (mma_dv, tVrO), (rS, rWeights, rDv), (place, whole, rest) = product, registers, at
-        near = self.weights.hide(rS, place, whole, rest)
+        way = self.weights.hide(rS, place, whole, rest)
         for part in cutlass.range_constexpr(self.parts_of_tile):
-            self.weights.of_parts((rS, rWeights), [part], (lse, place), near)
+            self.weights.of_parts((rS, rWeights), [part], (lse, place), way)
             multiply_part(mma_dv, rWeights, tVrO, rDv, part, slot.index)
 
     def _multiply_cotangents(self, product, registers, slot, delta):

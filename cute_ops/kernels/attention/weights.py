@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Boolean, Float32
+from cutlass import BFloat16, Boolean, Float32, Int32
 
 from cute_ops.kernels.attention.registers import (
     PART,
@@ -38,6 +38,8 @@ GRADIENTS = (
 LEAST_CAP, LEAST_FACTOR = 1e-3, 1e-30  # with which a polynomial gives hidden scores a weight of 0
 # The argument of a hidden score's tanh: the polynomial of it has an exponential of 0.
 HIDDEN = 999_983.0
+# How weights of capped scores are computed: by polynomials, of a tile whose keys all are there, and of any tile.
+NEAR, WHOLE, ANY = 2, 1, 0
 # Factors that gradients in bfloat16 and sums in float32 may lack on the way.
 LEFT_OUT = 1e-12, 1e6
 MOST_WRONG = 1e-4  # an error of scores, and so of weights relatively, that 16 bits do not show
@@ -116,8 +118,8 @@ class Weights:
             rest: see :meth:`Tiles.rest_of`.
         """
         if cutlass.const_expr(self.mods.cap is not None):
-            near = self.hide(rS, place, whole, rest)
-            self.of_parts((rS, rWeights), range(cute.size(rS) // (PART // 2)), (lse, place), near)
+            way = self.hide(rS, place, whole, rest)
+            self.of_parts((rS, rWeights), range(cute.size(rS) // (PART // 2)), (lse, place), way)
         elif cutlass.const_expr(not self.mods.is_changed_by_column):
             self._in_steps(rS, rWeights, place, lse, whole, rest)
         elif self._is_inside(place, whole):
@@ -127,13 +129,14 @@ class Weights:
 
     @cute.jit
     def hide(self, rS, place: cutlass.Constexpr, whole, rest: cutlass.Constexpr = None):
-        """Before :meth:`of_parts`: replace products that are left out by :attr:`hidden`. Returns whether polynomials
-        are accurate enough for the others.
+        """Before :meth:`of_parts`: replace products that are left out by :attr:`hidden`. Returns how it computes the
+        others: :data:`NEAR`, :data:`WHOLE` or :data:`ANY`.
         """
         near = Boolean(False) if cutlass.const_expr(self.near is None) else self._is_near(rS)
+        way = cutlass.select_(near, Int32(NEAR), cutlass.select_(whole, Int32(WHOLE), Int32(ANY)))
         if not whole:
             self.mods.hide(by_row(rS), place, self.hidden, rest)
-        return near
+        return way
 
     @property
     def hidden(self):
@@ -143,7 +146,7 @@ class Weights:
         return -Float32.inf if self.mods.outer[0] > 0 else Float32.inf
 
     @cute.jit
-    def of_parts(self, registers: cutlass.Constexpr, parts: cutlass.Constexpr, at: cutlass.Constexpr, near):
+    def of_parts(self, registers: cutlass.Constexpr, parts: cutlass.Constexpr, at: cutlass.Constexpr, way):
         """What :meth:`of_scores` does, of the columns that some instructions multiply, behind :meth:`hide`, where at
         most a cap changes scores.
 
@@ -151,7 +154,7 @@ class Weights:
             registers: a thread's products, and what gets the weights, see :meth:`of_scores`.
             parts: numbers of the instructions.
             at: ``lse(row, column)``, of base 2, and the place of the products.
-            near: what :meth:`hide` has returned.
+            way: what :meth:`hide` has returned.
         """
         (rS, rWeights), (lse, place) = registers, at
         if cutlass.const_expr(self.mods.cap is None):
@@ -160,8 +163,10 @@ class Weights:
                 store_part(rS, rWeights, part)
         elif cutlass.const_expr(self.near is None):
             self._by_column(rS, rWeights, place, lse, parts)
-        elif near:
+        elif way == NEAR:
             self._by_polynomial(rS, rWeights, lse, parts)
+        elif way == WHOLE:
+            self._by_column(rS, rWeights, place, lse, parts, False)
         else:
             self._by_column(rS, rWeights, place, lse, parts)
 
@@ -195,7 +200,7 @@ class Weights:
                 put(r, c, weight)
                 scores[r, c] = weight * slope if self.left_out != 1.0 else weight * (slope * Float32(-bent))
 
-    def _by_column(self, rS, rWeights, place, lse, parts=None):
+    def _by_column(self, rS, rWeights, place, lse, parts=None, has_hidden=True):
         """Gradients of a tile of which nothing is left out, or of parts of it where products may be :attr:`hidden`,
         with fewer registers: products are not kept.
         """
@@ -204,7 +209,7 @@ class Weights:
         put = into_pairs(rWeights)
         for r, c, score, derive in self.mods.by_column(scores, place, columns):
             weight = exp2(score * scale - (lse(r, c) if self.mods.cap is None else lse(r, c) - offset))
-            if self.mods.cap is not None:
+            if self.mods.cap is not None and has_hidden:
                 weight = cutlass.select_(scores[r, c] == Float32(self.hidden), Float32(0.0), weight)
             put(r, c, weight)
             scores[r, c] = derive(weight) if self.left_out == 1.0 else derive(weight) * Float32(1.0 / self.left_out)
