@@ -6,12 +6,17 @@ Kernels import this module, so that it imports the standard library only. See :m
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from cute_ops.expressions.graph import Expression
 from cute_ops.expressions.text import parse, text_of
 
 FLOAT, INT, BOOL, SIZE = "fibs"  # of what is read: the elements of an array of these, or the size of a dim
+# Primitives that make whole numbers: of any numbers, and of whole ones.
+ROUND, WHOLE = ("floor", "round", "sign"), (
+    "add", "subtract", "negative", "multiply", "square", "abs", "minimum", "maximum", "clip", "relu", "where"
+)  # fmt: skip
 
 
 class Read(NamedTuple):
@@ -78,3 +83,28 @@ def ranged(mod: Mod) -> tuple[list[int], list[int]]:
     pairs = [i for i, count in enumerate(known(mod)[mod.given :]) if count == 2]
     by_query = [i for i in pairs if mod.depends(i)[0]]
     return by_query, [i for i in pairs if i not in by_query]
+
+
+def rounds_products(expression: Expression, floats: frozenset[int]) -> bool:
+    """Whether it multiplies numbers of which float32 may round the product, so that it is not all the same whether that
+    happens before something is added: not whole ones, and none of them a power of two. ``floats``: operands that may be
+    no whole numbers.
+    """
+    whole = list[bool]()
+    for node, kind in zip(expression.nodes, expression.kinds, strict=True):
+        are_whole = all(whole[i] for i in node.args)
+        is_exact = are_whole or any(_is_power_of_two(expression.nodes[i].number) for i in node.args)
+        if node.primitive in ("multiply", "square") and not is_exact:
+            return True
+        if node.primitive == "operand":
+            is_whole = node.operand not in floats
+        elif node.number is not None:
+            is_whole = node.number % 1 == 0
+        else:
+            is_whole = node.primitive in ROUND or kind.dtype == "bool" or (node.primitive in WHOLE and are_whole)
+        whole.append(is_whole)
+    return False
+
+
+def _is_power_of_two(number: float | None) -> bool:
+    return number is not None and abs(math.frexp(number)[0]) == 0.5

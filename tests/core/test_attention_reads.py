@@ -10,13 +10,15 @@ import numpy as np
 import pytest
 
 from cute_ops import Array, Op, mods
-from cute_ops.expressions.reads import Mod
+from cute_ops.expressions.graph import Expression, Graph, Kind, Operand
+from cute_ops.expressions.reads import Mod, rounds_products
 from cute_ops.jit.layout import Memory, compact
+from cute_ops.kernels.attention.mods import FAST, ROUNDED, Evaluated
 from cute_ops.ops.attention.attention import reference
 from cute_ops.ops.attention.by_call import op_of
 from cute_ops.ops.attention.reads import sharing_of
 from cute_ops.testing.kernel_calls import Call
-from tests.core.test_attention_kernels import halves
+from tests.core.test_attention_kernels import SEED, halves
 from tests.emulator import device, products
 
 
@@ -116,3 +118,66 @@ def test_sums(function: Any, shape: Any, sizes: Any, attrs: Any, arch: str, tmp_
     assert first is not None and second is not None
     assert first.tobytes() == second.tobytes()
     assert np.abs(first - right).max() <= 1e-4 * max(np.abs(right).max(), 1.0)
+
+
+NUMBERS = (0.1, 0.25, 1.5, 2, 3, -1, 7)
+
+
+def _drawn_expression(rng: np.random.Generator) -> Expression:
+    """Of two whole numbers and one that may be none."""
+    graph = Graph([Operand(Kind(False, False))] * 3)
+    nodes = [graph.operand(i) for i in range(3)] + [graph.constant(x) for x in rng.choice(NUMBERS, 2)]
+    for _ in range(rng.integers(2, 7)):
+        name = str(rng.choice(["multiply", "add", "subtract", "square", "floor", "abs", "negative"]))
+        count = 2 if name in ("multiply", "add", "subtract") else 1
+        nodes.append(graph.add(name, *(int(rng.choice(nodes)) for _ in range(count))))
+    return graph.finish([nodes[-1]])
+
+
+def _computed(expression: Expression, operands: list[np.ndarray], fuses: bool) -> tuple[np.ndarray, bool]:
+    """The output in float32, where products may be fused with additions, and whether float32 holds whole numbers of all
+    sizes that there are.
+    """
+    found: list[np.ndarray] = []  # in float64; products are not rounded before they are used
+    for node in expression.nodes:
+        x = [found[i] if node.primitive in ("add", "subtract") else np.float32(found[i]) for i in node.args]
+        x = [np.float64(each) for each in x]
+        if node.primitive == "operand":
+            value = np.float64(operands[node.operand])
+        elif node.number is not None:
+            value = np.full_like(found[0] if found else np.zeros(1), np.float32(node.number), np.float64)
+        elif node.primitive in ("multiply", "square"):
+            value = x[0] * x[-1]
+        else:
+            value = np.float64(np.float32(getattr(np, node.primitive)(*x)))
+        found.append(value if fuses else np.float64(np.float32(value)))
+    return np.float32(found[-1]), all((np.abs(value) < 2**24).all() for value in found)
+
+
+def test_what_rounds_products() -> None:
+    """Where none is said to be rounded, it is all the same whether a product is rounded before something is added."""
+    print("seed", SEED)
+    rng, counts, differ = np.random.default_rng(SEED), {False: 0, True: 0}, 0
+    while min(counts.values()) < 300:
+        expression = _drawn_expression(rng)
+        whole = rng.integers(-60, 60, (2, 200)).astype(np.float32)
+        operands = [*whole, rng.standard_normal(200).astype(np.float32)]
+        (alone, held), (fused, _) = (_computed(expression, operands, fuses) for fuses in (False, True))
+        rounds = rounds_products(expression, frozenset({2}))
+        counts[rounds] += 1
+        differ += rounds and not (alone == fused).all()
+        assert rounds or not held or (alone == fused).all(), expression
+    assert differ > 20  # the drawn ones tell
+
+
+def test_masks_and_indices_are_rounded_as_references_are() -> None:
+    """Where products are not whole; others are left to be fused."""
+    for function, table in ((rounded, ROUNDED), (distances, FAST), (of_key, FAST), (in_buckets, FAST)):
+        indices = Evaluated(Mod.parse(op_with(function, 2).reference.keywords["own"].score)).indices
+        assert {each.device is table for each in indices if each} == {True}
+    for mask, table in ((near, ROUNDED), (mods.causal, FAST)):
+        assert Evaluated(Mod.parse(op_of(mask_mod=mask).reference.keywords["own"].mask)).emit.device is table
+
+
+def near(xp: Any, batch: Any, head: Any, q: Any, k: Any) -> Any:
+    return q * 0.1 - k * 0.1 < 3

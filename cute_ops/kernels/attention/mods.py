@@ -7,10 +7,11 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from cute_ops.expressions.graph import operands_of
-from cute_ops.expressions.reads import SIZE, Mod, known, ranged
+from cute_ops.expressions.reads import FLOAT, SIZE, Mod, known, ranged, rounds_products
 from cute_ops.expressions.text import text_of
 from cute_ops.kernels.attention.folding import Folded, Scaled
 from cute_ops.kernels.attention.limits import WORD, are_pairs, bit_of, interval, limits_of, words_of
+from cute_ops.kernels.attention.registers import rounded_product
 from cute_ops.kernels.attention.tensors import address_of
 from cute_ops.kernels.emit.emitter import Emitter
 from cute_ops.kernels.emit.primitives import DEVICE
@@ -41,6 +42,8 @@ def divide(x, y):
 
 # Scores need absolute accuracy, and instructions are dear.
 FAST = {**DEVICE, "exp": exp, "tanh": tanh, "divide": divide}
+# Of masks and indices, that one rounding decides: products are rounded as references round them, before a sum is.
+ROUNDED = {**FAST, "multiply": rounded_product, "square": lambda x: rounded_product(x, x)}
 
 
 class Evaluated:
@@ -50,8 +53,13 @@ class Evaluated:
     """
 
     def __init__(self, mod):
-        self.mod, self.emit = mod, Emitter(text_of(mod.expression), FAST)
-        self.indices = [read.place and Emitter(text_of(read.place), FAST) for read in mod.reads]
+        self.mod = mod
+        first, reads = mod.given - 8, enumerate(mod.reads, mod.given)
+        floats = frozenset([*range(first), *(i for i, read in reads if read.kind == FLOAT)])
+        self.emit, *self.indices = (
+            e and Emitter(text_of(e), ROUNDED if rounds_products(e, floats) else FAST)
+            for e in (mod.expression, *(read.place for read in mod.reads))
+        )
 
     def operands(self, given, captured, loaded, at, numbers=None):
         """The operands of one score: what is given, and what is read.
@@ -250,7 +258,10 @@ class Mods:
     def __init__(self, scale, score="", mask="", bounds="", dscore=""):
         self.scale = scale
         self.mask, self.score = (Evaluated(Mod.parse(text)) if text else None for text in (mask, score))
-        self._bounds, *self._bounds_of_rest = map(emitter_of, [*bounds.split(" | "), "", ""][:3])
+        device = self.mask.emit.device if self.mask else FAST
+        self._bounds, *self._bounds_of_rest = (
+            Emitter(text, device) if text else None for text in [*bounds.split(" | "), "", ""][:3]
+        )
         self._score, self._dscore = (
             Folded(text, FAST) if text else None for text in (self.score and text_of(self.score.mod.expression), dscore)
         )
@@ -460,13 +471,9 @@ def never(_):
     return Boolean(False)
 
 
-def emitter_of(text):
-    return Emitter(text, FAST) if text else None
-
-
 def parts_of(mask, axis):
     """The limits of a coordinate in a mask, and the rest of it, or None."""
-    limits, others = limits_of(mask.mod, axis, FAST) if mask else ([], None)
+    limits, others = limits_of(mask.mod, axis, mask.emit.device) if mask else ([], None)
     return limits, others and Evaluated(others)
 
 
