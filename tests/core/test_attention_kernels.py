@@ -372,10 +372,6 @@ def test_results_of_scores_that_grow_from_tile_to_tile(number: int, tmp_path: Pa
     _check_results(call, NO_FUNCTIONS, tmp_path, factors)
 
 
-def learned(xp: Any, score: Any, batch: Any, head: Any, q: Any, k: Any, bias: Any) -> Any:
-    return score + bias[head, q, k]
-
-
 @pytest.mark.drawn(0.5, among="emulated attention")
 @pytest.mark.slow
 @products.emulated
@@ -386,9 +382,9 @@ def test_results_of_biases_that_are_read_in_pairs(number: int, tmp_path: Path) -
     rng = np.random.default_rng((SEED, number))
     t = 2 * int(rng.integers(80, 150)) + (number == 2)
     call = Call(2, t - int(rng.integers(70)), t, 2, 1, (64, 128, 64)[number], 64, "bfloat16", {}, False, False)
-    bias = 3 * rng.standard_normal((2, t, t), np.float32)
+    bias = 3 * rng.standard_normal((1, 2, call.s, t), np.float32)
     bias = bias if number == 1 else bias.astype(ml_dtypes.bfloat16)
-    _check_results(call, Functions(learned, None, {"bias": bias}), tmp_path)
+    _check_results(call, Functions(mods.bias, None, {"bias": bias.repeat(2, 0)}), tmp_path)
 
 
 @pytest.mark.slow

@@ -23,6 +23,8 @@ CONSUMERS = 2
 class ReadAhead(Evaluated):
     """A change of scores whose arrays are read before the scores of a tile are there."""
 
+    in_pairs = False  # what a tile reads is there
+
     def __init__(self, mod):
         super().__init__(mod)
         self.tile = {}

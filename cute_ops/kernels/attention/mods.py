@@ -153,24 +153,41 @@ class Evaluated:
 
     @property
     def in_pairs(self):
-        """Whether there are reads by query and key, all in order of keys, and by coordinates of a score alone."""
-        numbers = [[self._number_of(node) for node in self.index_nodes(i)] for i in self.by_score]
-        return bool(numbers) and all(own[-1] == K and all(0 <= n < K for n in own[:-1]) for own in numbers)
+        """Whether there are reads by query and key, all in order of keys, and by numbers that a row of queries has."""
+        return bool(self.by_score) and all(self._is_in_order(i) for i in self.by_score)
+
+    def _is_in_order(self, i):
+        place, first = self.mod.reads[i].place, self.mod.given - 8
+        *others, last = place.outputs
+        of_row = {first + n for n in range(8) if n != K}
+        return self._number_of(place.nodes[last]) == K and all(operands_of(place, j) <= of_row for j in others)
 
     def pairs_of(self, place):
         """Where reads are :attr:`in_pairs`, of each the address of the element of the first column in each of a
         thread's rows, and the dtype.
         """
-        return {i: self._rows_of(i, place) for i in self.by_score}
+        found, nothing = {}, (Float32(0.0),) * (self.mod.given - 8)
+        for i in self.by_score:
+            array, addresses = place.sizes.captured[self.mod.reads[i].array], []
+            for r, c, _, coordinates in place.each():
+                if c == 0:
+                    numbers = place.numbers(r, 0)
+                    *others, _ = self._places(i, array, (*nothing, *coordinates), numbers)
+                    addresses.append(address_of(array, (*others, numbers[K])))
+            found[i] = addresses, array.element_type
+        return found
 
-    def _rows_of(self, i, place):
-        array, addresses = place.sizes.captured[self.mod.reads[i].array], []
-        for r in range(2):
-            numbers, places = place.numbers(r, 0), []
-            for node, size in zip(self.index_nodes(i)[:-1], array.shape):
-                places.append(cutlass.min(cutlass.max(numbers[self._number_of(node)], Int32(0)), Int32(size) - 1))
-            addresses.append(address_of(array, (*places, numbers[K])))
-        return addresses, array.element_type
+    def _places(self, i, array, operands, numbers=None):
+        """The indices of an element as whole numbers, see :meth:`read`, each within its dim."""
+        places = []
+        for node, x, size in zip(self.index_nodes(i), self.indices[i](*operands), array.shape):
+            which = self._number_of(node)
+            if numbers is not None and 0 <= which < len(numbers):
+                places.append(cutlass.min(cutlass.max(numbers[which], Int32(0)), Int32(size) - 1))
+            else:
+                bounded = cute.arch.fmin(cute.arch.fmax(x, Float32(0.0)), Float32(size - 1))  # of NaN 0
+                places.append(Int32(bounded))
+        return places
 
     def loads_pairs(self, place, pairs):
         """Whether all of a warp's keys are numbers of elements, and those of pairs of columns lie where one instruction
@@ -221,14 +238,7 @@ class Evaluated:
         array = captured[read.array]
         if read.kind.startswith(SIZE):
             return Float32(array.shape[int(read.kind.removeprefix(SIZE))])
-        places = []
-        for node, x, size in zip(self.index_nodes(i), self.indices[i](*operands), array.shape):
-            which = self._number_of(node)
-            if numbers is not None and 0 <= which < len(numbers):
-                places.append(cutlass.min(cutlass.max(numbers[which], Int32(0)), Int32(size) - 1))
-            else:
-                bounded = cute.arch.fmin(cute.arch.fmax(x, Float32(0.0)), Float32(size - 1))  # of NaN 0
-                places.append(Int32(bounded))
+        places = self._places(i, array, operands, numbers)
         # Of elements of one row the row's address is computed once.
         row = array if len(places) == 1 else array[(*places[:-1], None)]
         return row[places[-1]].to(Float32)
