@@ -30,9 +30,9 @@ from cute_ops.jit.layout import Memory
 from cute_ops.jit.plan import plan
 from cute_ops.jit.target import parse
 from cute_ops.jit.variant import Variant
-from cute_ops.kernels.gemm.config import STORE_BYTES, GemmConfig
+from cute_ops.kernels.gemm.config import K_PARTS, STORE_BYTES, GemmConfig
 from cute_ops.kernels.gemm.scheduler import bytes_by_grouping, tile_count, tile_of, tile_of_batch
-from cute_ops.ops.gemm import transposed
+from cute_ops.ops.gemm import in_parts, transposed
 from cute_ops.ops.gemm.accumulate import linear_dweight_add
 from cute_ops.ops.gemm.config import EpilogueCost, GemmSize, choose, configs, sm_cycles
 from cute_ops.ops.gemm.linear import CASES, PRODUCTS, linear, linear_dweight, linear_dx, linear_float32
@@ -201,7 +201,7 @@ def test_few_rows_take_tiles_that_keep_most_sms_busy(sizes: tuple[int, int, int]
     [
         ((165, 16384, 3976), (192, 128), 1), ((176, 11008, 4096), (192, 96), 1), ((352, 7168, 14904), (192, 128), 1),
         ((141, 14336, 16384), (128, 144), 1), ((160, 4096, 14336), (64, 160), 2), ((423, 11008, 5120), (256, 144), 1),
-        ((128, 1024, 11008), (128, 64), 4), ((128, 1536, 8192), (128, 64), 4), ((256, 720, 12600), (128, 64), 4),
+        ((128, 1536, 8192), (128, 64), 4),
     ],
     ids=str,
 )  # fmt: skip
@@ -253,6 +253,30 @@ def test_rows_that_other_tiles_pad_fill_transposed_ones() -> None:
             name: Array(t.of({"b": (1,), "m": m, "n": n, "k": k}), "bfloat16") for name, t in op.batched.inputs.items()
         }
         assert not plan(bind(op.batched, given), {}, TARGET).variant.config.get("transposed"), sizes
+
+
+def test_many_terms_of_few_columns_are_cut_into_parts() -> None:
+    """Of drawn sizes: parts have the workspace that their sums need, at least 512 terms and no more CTAs than SMs."""
+    seed = secrets.randbelow(1 << 30)
+    rng, found = random.Random(seed), 0
+    for _ in range(40):
+        m, n, k = rng.randint(65, 1024), 8 * rng.randint(16, 128), 8 * rng.randint(512, 4096)
+        op = rng.choice((linear, linear_dx, linear_add, gated_linear))
+        given, said = arrays(op, (m,), n, k), f"seed {seed}: {op.name} {m, n, k}"
+        config = GemmConfig.of((how := plan(bind(op, given), {}, TARGET)).variant.config)
+        assert (config.parts > 1) == (K_PARTS in how.workspaces), said
+        if config.parts > 1:
+            found += 1
+            terms, columns = (n, k) if op is linear_dx else (k, n * (1 + (op is gated_linear)))
+            assert how.workspaces[K_PARTS] == Array((config.parts, m, columns), "float32"), said
+            assert terms >= 512 * config.parts and config.clusters * config.ctas <= 132, said
+    assert found, f"seed {seed}"
+    batched = {
+        name: Array(t.of({"b": (1,), "m": 256, "n": 720, "k": 12600}), "bfloat16")
+        for name, t in linear.batched.inputs.items()
+    }
+    assert "parts" not in plan(bind(linear.batched, batched), {}, TARGET).variant.config
+    assert "parts" in plan(bind(linear, arrays(linear, (256,), 720, 12600)), {}, TARGET).variant.config
 
 
 def test_rows_past_the_end_are_not_loaded_where_rows_are_contiguous() -> None:
@@ -611,6 +635,26 @@ def test_transposed_tiles(op: Op, on_cpu: Callable[..., Any]) -> None:
     (tile_m, tile_n), k = config.tile, 8 * rng.randint(1, 50)
     m, n = rng.randint(1, 2 * tile_m), 8 * rng.randint(1, tile_n // 4)
     sizes = (m, n, k) if op is not linear_dx else (m, k, n)
+    given = integers(op, "bfloat16", sizes)
+    (exact,) = testing.run_reference(op, given, {})
+    (out,) = on_cpu(op, given, "sm_90a", config).values()
+    np.testing.assert_array_equal(out, exact, f"seed {seed}: {sizes}, {config}")
+
+
+@pytest.mark.drawn(0.4)
+@pytest.mark.slow
+@products.emulated
+@pytest.mark.parametrize("op", [linear, linear_dx, linear_dweight, linear_float32], ids=lambda op: op.name)
+def test_terms_in_parts(op: Op, on_cpu: Callable[..., Any]) -> None:
+    """Of a drawn config and sizes: the last parts may have no terms."""
+    seed = secrets.randbelow(1 << 30)
+    rng = random.Random(seed)
+    form, tile_m, tile_n = rng.choice(in_parts.TILES)
+    cluster = rng.choice(((1, 1), (2, 1), (1, 2)) if tile_n % 128 == 0 else ((1, 1), (1, 2)))
+    config = GemmConfig(form, tile_m, tile_n, 3, 2, *cluster, store_stages=2, parts=rng.randint(2, 6))
+    sizes = (8 * rng.randint(1, 30), 8 * rng.randint(1, 30), 8 * rng.randint(1, 60))
+    if op is not linear and op is not linear_float32 and tile_n % 64:
+        config = replace(config, tile_n=128)
     given = integers(op, "bfloat16", sizes)
     (exact,) = testing.run_reference(op, given, {})
     (out,) = on_cpu(op, given, "sm_90a", config).values()

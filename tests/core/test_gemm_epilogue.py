@@ -645,6 +645,10 @@ TRANSPOSED = GemmConfig(
             {},
         ),
         ("gated_dgrad", replace(TRANSPOSED, tile_m=64, tile_n=80, store_stages=5, tile_stages=5), (77, 136, 72), {}),
+        ("with_all", replace(PINGPONG, tile_stages=0, parts=3), (67, 136, 264), {"residual": "float32"}),
+        ("gated_saving", replace(PINGPONG, tile_stages=0, parts=2, cluster_m=2), (70, 72, 136), {}),
+        ("gated_dgrad", replace(COOPERATIVE, tile_stages=0, parts=4), (35, 136, 264), {}),
+        ("with_swiglu", replace(PINGPONG, tile_stages=0, parts=2), (3, 72, 136), {}),
     ],
     ids=lambda value: getattr(value, "form", str(value)),
 )
@@ -662,6 +666,15 @@ def test_transposed_tiles_are_for_epilogues_by_element(name: str, tmp_path: Path
     assert not plan(bind(op, specs(op, 141, 4096, 4096)), {}, TARGET).variant.config.get("transposed")
     with pytest.raises(CompileError, match="transposed tiles are for epilogues by element"):
         check(op, made(op, (70,), 320, 72), tmp_path, "sm_90a", TRANSPOSED)
+
+
+@pytest.mark.parametrize("name", ["with_rope", "with_rstd", "with_qk_norm"])
+def test_terms_in_parts_are_for_epilogues_by_element(name: str, tmp_path: Path) -> None:
+    """No config has parts for others, and the kernel refuses them."""
+    op, config = BY_NAME[name], replace(PINGPONG, tile_stages=0, parts=2)
+    assert "parts" not in plan(bind(op, specs(op, 256, 768, 12800)), {}, TARGET).variant.config
+    with pytest.raises(CompileError, match="not cut into parts"):
+        check(op, made(op, (70,), 320, 136), tmp_path, "sm_90a", config)
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from cute_ops.jit.compile_pool import worker
 from cute_ops.jit.layout import Memory
 from cute_ops.jit.plan import plan
 from cute_ops.jit.target import parse
+from cute_ops.kernels.gemm.add_parts import AddParts
 from cute_ops.kernels.gemm.config import GemmConfig
 from cute_ops.kernels.gemm.rows import FinishRows
 from cute_ops.ops.gemm.fused import COLUMNS
@@ -138,7 +139,16 @@ def run(
     if chosen.transposed:
         first, second, across = second, first, across[::-1]
     call = Call(first, second, operands, outputs, scratched)
+    if chosen.parts > 1:  # these are the outputs, of a product without an epilogue
+        whole = [Part(address[name], a, a) for name, a in given.items() if a is second[0].whole]
+        call = Call(first, whole, [], scratched, [])
     on_sm(chosen, across, call, ptx.read_text(), blocks)
+    if chosen.parts > 1:
+        m, n = outputs[0].array.shape
+        arguments = [part.tensor() for part in (*scratched, *operands, *outputs)]
+        threads = -(-m // 2) * -(-n // 2)
+        adding = ptx_cta.Kernel(ptx.read_text(), entry=1)
+        adding.run(-(-threads // AddParts.threads), [*arguments, struct.pack("<i", m), struct.pack("<i", n)], blocks)
     if rows:
         late = [named[read.operand - len(words)] for read in reads(rows) if read.operand >= len(words)]
         given_rows = [*late, *(name for name in op.outputs if shapes[name] in COLUMNS)]

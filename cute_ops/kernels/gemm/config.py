@@ -13,6 +13,7 @@ from cute_ops.kernels.tensor_core.sizes import MMA_M, WARPGROUP, RegisterBudget
 Form = Literal["cooperative", "pingpong", "mma_sync", "in_place"]
 WARPS = 8  # of ``mma_sync`` and ``in_place``
 ROW_PARTIALS = "row_partials"  # the workspace of reductions of rows
+K_PARTS = "k_parts"  # the workspace of sums of parts of the terms, (parts, m, columns of b)
 EXCHANGE = "exchange"  # mbarriers of the exchange of partial sums of a cluster that shares k
 REGISTERS = RegisterBudget(load=40, multiply=232)
 OPERAND_BYTES = (2, 2)  # of an element of each operand, if these have 16 bits
@@ -62,6 +63,8 @@ class GemmConfig(KernelConfig):
         transposed: whether the transpose of the output is computed, ``out.T = b @ a.T``: rows of tiles are then columns
             of the output, columns of tiles its rows, of which there may be any multiple of 16. Only for epilogues by
             element, of matrices whose outputs TMA can store.
+        parts: ranges of k whose sums are stored apart, in float32; a second kernel adds them up in order and computes
+            the epilogue.
     """
 
     form: Form
@@ -86,6 +89,7 @@ class GemmConfig(KernelConfig):
     edge_m: int = 0
     store_bytes: int = STORE_BYTES
     transposed: bool = False
+    parts: int = 1
 
     @property
     def threads(self) -> int:

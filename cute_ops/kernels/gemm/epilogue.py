@@ -11,6 +11,7 @@ from cute_ops.expressions.groups import REDUCTIONS, reads
 from cute_ops.expressions.stages import split
 from cute_ops.expressions.text import parse
 from cute_ops.kernels.emit.accumulators import AccumulatorEmitter, partner
+from cute_ops.kernels.gemm.config import K_PARTS
 from cute_ops.kernels.gemm.rows import FinishRows, RowReductions
 from cute_ops.kernels.gemm.views import by_row, each_by_row, half, transposed
 from cute_ops.kernels.lib.copy import fragment, load, store_if, widen
@@ -118,7 +119,8 @@ class Epilogue:
             operand, name = self.expression.operands[read.operand], self.names[read.operand - 1]
             tensor = self._tensor(variant, name, operand.kind, int(read.half == "[n:]"), operand.packed)
             self.operands.append(tensor._replace(rotate=read.rotate))
-        words = [word.partition("[") for word in config.writes.split() or variant.names[-1:]]
+        last = [name for name in variant.names if name != K_PARTS][-1:]
+        words = [word.partition("[") for word in config.writes.split() or last]
         outputs = [
             self._tensor(variant, name, kind, int(which == "n:]"), bool(which))
             for (name, _, which), kind in zip(words, whole.output_kinds)

@@ -1,11 +1,13 @@
 """The products of a linear layer and of its gradients, each with an epilogue."""
 
+from dataclasses import replace
 from functools import partial
 
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from cute_ops.kernels.gemm.config import ROW_PARTIALS, GemmConfig
+from cute_ops.kernels.gemm.add_parts import AddParts
+from cute_ops.kernels.gemm.config import K_PARTS, ROW_PARTIALS, GemmConfig
 from cute_ops.kernels.gemm.epilogue import Epilogue
 from cute_ops.kernels.gemm.in_place import GemmInPlace
 from cute_ops.kernels.gemm.sm80 import GemmSm80
@@ -25,7 +27,11 @@ class GemmKernel:
     def __init__(self, variant, views, batched=False, parts=()):
         self.keys, self.names, self.views = variant.args, tuple(dict.fromkeys(variant.names)), views
         config = GemmConfig.of(variant.config)
-        self.epilogue = Epilogue(variant, config, batched)
+        self.epilogue, self.add = Epilogue(variant, config, batched), None
+        if config.parts > 1:
+            self.add = AddParts(variant, self.epilogue, config.parts)
+            stored = replace(config, expression="e1(t) -> 0", reads="", writes=K_PARTS)
+            self.epilogue = Epilogue(variant, stored, batched=True)
         form = {"mma_sync": GemmSm80, "in_place": GemmInPlace}.get(config.form, GemmSm90)
         self.form, self.transposed = form(variant, self.epilogue, parts), config.transposed
 
@@ -47,6 +53,12 @@ class GemmKernel:
                 for group in (finish.operands.values(), finish.outputs)
             )
             finish(mPartials, read, made, Int32(halves[0].shape[0]), stream)
+        if const_expr(self.add is not None):
+            read, made = (
+                tuple([tensors[tensor.key.name] for tensor in group])
+                for group in (self.add.epilogue.operands, self.add.epilogue.outputs)
+            )
+            self.add(tensors[K_PARTS], read, made, stream)
 
     def _halves(self, mB):
         """The second operand whole, or the gate's weights and the up projection's."""

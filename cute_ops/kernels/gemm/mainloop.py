@@ -134,7 +134,7 @@ class Mainloop:
         work = persistent(tiles.count)
         for index in cutlass.range(work.first, work.end, work.step, unroll=1):
             row, column, *_ = coordinate = tiles.coordinate(index)
-            begin, end = tiles.steps(cute.size(tile_copy[0].tXgX, mode=[2]))
+            begin, end = tiles.steps(cute.size(tile_copy[0].tXgX, mode=[2]), coordinate)
             matrix = tiles.matrix(coordinate)
             is_edge = whole - row * self.config.tile_m <= few
             for k in cutlass.range(begin, end, unroll=1):

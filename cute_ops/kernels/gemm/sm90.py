@@ -103,6 +103,8 @@ class GemmSm90:
         else:
             cute.arch.setmaxregister_increase(REGISTERS.multiply)
             steps = cute.ceil_div(cute.size(operands.a[0].tensor, mode=[1]), config.tile_k)
+            if const_expr(config.parts > 1):
+                steps = tiles.each(steps)
             self._multiply_and_store(mma, stages, subtiles, sums, (tiles, shape, steps))
 
     @cute.jit
@@ -136,9 +138,12 @@ class GemmSm90:
                 # A stage's phase is one bit, so a warpgroup may wait for its stages only after the other warpgroup has
                 # waited for all of its own.
                 self.mainloop.order.wait(group)
-            begin, end = tiles.steps(steps)
+            count = steps
+            if const_expr(config.cluster_k > 1):
+                begin, end = tiles.steps(steps, ())
+                count = end - begin
             turn = (group, index + work.step // config.groups < tiles.count)
-            consumer = self.mainloop.multiply(fragments, consumer, end - begin, turn)
+            consumer = self.mainloop.multiply(fragments, consumer, count, turn)
             if const_expr(pingpong):
                 consumer.advance(steps)
             if const_expr(sums is not None):

@@ -13,13 +13,15 @@ from cute_ops.kernels.gemm.scheduler import bytes_by_grouping, tile_count, tile_
 
 def tile_order(config, mA, mB, tile):
     """The order in which clusters take tiles: rows and columns of clusters' tiles, whether columns are grouped, and of
-    a batch the number of matrices.
+    a batch the number of matrices, of parts theirs.
     """
     m, n = Int32(mA.shape[0]), Int32(mB.shape[0])
     rows = cute.ceil_div(m, tile[0] * config.cluster_m)
     across = cute.ceil_div(n, tile[1] * config.cluster_n)
     by_rows, by_columns = bytes_by_grouping(rows, across, config.group, Int64(m), Int64(n))
     batch = (cute.size(mA, mode=[2]),) if const_expr(cute.rank(mA) > 2) else ()
+    if const_expr(config.parts > 1):
+        batch = (Int32(config.parts),)
     return rows, across, Int32(by_columns < by_rows), *batch
 
 
@@ -71,15 +73,20 @@ class ProductTiles:
         """This CTA's place among those that share k."""
         return cute.arch.block_idx()[0]
 
-    def steps(self, count):
-        """The first of ``count`` steps of k that a CTA adds up, and the one after the last: all of them, or its part of
-        what its cluster shares. No part is empty, but the last ones may be past the end, where TMA gives zeros.
+    def steps(self, count, coordinate):
+        """The first of ``count`` steps of k that a CTA adds up of a tile and the one after the last: all of them or one
+        part of what its cluster shares or the tile is of. The last parts may be past the end, where TMA gives zeros.
         """
-        if self.config.cluster_k == 1:
+        if self.config.cluster_k == self.config.parts == 1:
             return 0, count
-        each = cute.ceil_div(count, self.config.cluster_k)
-        return self.rank_k * each, (self.rank_k + 1) * each
+        each = self.each(count)
+        index = self.rank_k if self.config.cluster_k > 1 else coordinate[2]
+        return index * each, (index + 1) * each
+
+    def each(self, count):
+        """The steps of k of a part, of so many altogether."""
+        return cute.ceil_div(count, self.config.cluster_k * self.config.parts)
 
     def matrix(self, coordinate):
         """The matrix of a batch; empty where both operands are one matrix."""
-        return coordinate[2:]
+        return coordinate[2:] if self.config.parts == 1 else ()

@@ -17,6 +17,7 @@ from cute_ops.declaration.program import Fallback, Program
 from cute_ops.declaration.shapes import ITEMSIZE, Array
 from cute_ops.hardware import VECTOR_BYTES, sm
 from cute_ops.kernels.gemm.config import GemmConfig
+from cute_ops.ops.gemm import in_parts, transposed
 from cute_ops.ops.gemm.config import (
     L2_BYTES,
     LINE,
@@ -27,7 +28,6 @@ from cute_ops.ops.gemm.config import (
     cycles_of_few_rows,
     stores_few,
 )
-from cute_ops.ops.gemm.transposed import microseconds
 
 WIDE = {"T": ("float32",)}  # operands that no kernel takes: the framework always multiplies them
 # cuBLAS, as the model of cycles sees it: cooperative tiles of the product or its transpose, so that 150 rows take one
@@ -137,8 +137,10 @@ def _expected(
     elif few:
         ours = time_of(cycles_of_few_rows(config, size, cost), OURS_OF_FEW_M)
         ours *= OURS_OF_FEWEST_M if size.m <= FEWEST_M else 1
+    elif config.parts > 1:
+        ours = in_parts.microseconds(config, size, cost)
     elif config.transposed:
-        ours = microseconds(config, size, cost)
+        ours = transposed.microseconds(config, size, cost)
     else:
         count = cycles(config, size, cost) * (STORED_BY_FEW if stores_few(config) else 1)
         ours = time_of(count, OURS_OF_SMALL_M if size.m <= SMALL_M else OURS)

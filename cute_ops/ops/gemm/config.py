@@ -161,6 +161,7 @@ class EpilogueCost(NamedTuple):
         fma: other instructions for each element.
         group: columns of a group, which must lie in one tile.
         transposes: whether tiles may be of the output's transpose.
+        parts: whether terms may be cut into parts, whose sums a second kernel adds up.
     """
 
     outputs: tuple[int, ...] = (2,)
@@ -173,6 +174,7 @@ class EpilogueCost(NamedTuple):
     fma: int = 0
     group: int = 1
     transposes: bool = False
+    parts: bool = False
 
     def registers(self, config: GemmConfig) -> int:
         """The registers of a thread while it computes its first subtile: accumulators, what is loaded for this subtile
@@ -528,7 +530,11 @@ def space_of(sizes: tuple[str, str, str], epilogue_cost: Callable[[Problem], Epi
 
 
 def others(heuristic: GemmConfig, size: GemmSize, cost: EpilogueCost, arch: str, sm_count: int) -> Iterator[GemmConfig]:
-    """Other tiles, forms and clusters, and of the heuristic's config other stages and another walk over tiles."""
+    """Other tiles, forms and clusters, and of the heuristic's config other stages and another walk over tiles. None
+    beside parts of the terms, whose kernels have a workspace.
+    """
+    if heuristic.parts > 1:
+        return
     possible = (c for c in configs(arch, sm_count, cost) if _is_for(c, size, cost))
     times = {c: slowest_cycles(c, size, cost) for c in possible}
     least = min((time for config, time in times.items() if not _for_one_wave(config)), default=math.inf)

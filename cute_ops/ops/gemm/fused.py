@@ -46,6 +46,7 @@ from cute_ops.ops.gemm.linear import (
     configure,
     exact,
     multiply,
+    parts_of,
     product_of,
     vector,
 )
@@ -313,13 +314,16 @@ class _Product:
 
     def cost(self, problem: Problem) -> EpilogueCost:
         cost = self.epilogue.cost(problem, self._half_start(problem), SWIZZLED if self.across else 8)
-        return cost._replace(transposes=cost.transposes and not self.is_batch)
+        single = not self.is_batch
+        return cost._replace(transposes=cost.transposes and single, parts=self.epilogue.by_element and single)
 
     def _half_start(self, problem: Problem) -> int:
         """Bytes, at most a vector's, that divide where second halves start."""
         return math.gcd(VECTOR_BYTES, problem.size("n") * ITEMSIZE[problem.dtypes["x"]])
 
     def _workspace(self) -> Callable[[Problem, Config], dict[str, Array | None]] | None:
+        if self.epilogue.by_element and not self.is_batch:
+            return partial(parts_of, sizes=SIZES, halves=1 + self.epilogue.packed)
         return self.epilogue.workspace if self.epilogue.reduces and not self.epilogue.late else None
 
     def problem(self, binding: Binding) -> str | None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from cute_ops.declaration.array_api import widen
 from cute_ops.declaration.case import Case
-from cute_ops.declaration.config import Problem, Tuning
+from cute_ops.declaration.config import Config, Problem, Tuning
 from cute_ops.declaration.messages import message
 from cute_ops.declaration.op import Op
 from cute_ops.declaration.program import FUSED, ProductPlan, Program
@@ -18,14 +18,14 @@ from cute_ops.declaration.split import Sharding
 from cute_ops.declaration.tensor import Accumulation, Tensor
 from cute_ops.expressions.graph import SHAPES, identity
 from cute_ops.hardware import VECTOR_BYTES, sm
-from cute_ops.kernels.gemm.config import GemmConfig
+from cute_ops.kernels.gemm.config import K_PARTS, GemmConfig
 from cute_ops.ops.batches import CASES as BATCHES
 from cute_ops.ops.batches import batch_of, each
 from cute_ops.ops.expression.formula import Formula
 from cute_ops.ops.expression.pointwise import pointwise
 from cute_ops.ops.gemm.choice import fallback
 from cute_ops.ops.gemm.config import SWIZZLED, EpilogueCost, GemmSize, in_place, space_of, without_tma
-from cute_ops.ops.gemm.transposed import choose
+from cute_ops.ops.gemm.in_parts import choose
 
 HALVES = ("bfloat16", "float16")
 MOST_ROWS = 2**31 - 2**16  # rows are counted in 32 bits, and a tile may reach beyond the last one
@@ -75,7 +75,7 @@ def declare(
         _, blocks = loads(problem, list(inputs), sizes[2])
         return EpilogueCost(
             (ITEMSIZE[problem.dtypes[out]],), blocks=blocks,
-            transposes=not is_batch and problem.aligns.get(out) == VECTOR_BYTES,
+            parts=not is_batch, transposes=not is_batch and problem.aligns.get(out) == VECTOR_BYTES,
         )  # fmt: skip
 
     def size(problem: Problem) -> GemmSize:
@@ -109,7 +109,7 @@ def declare(
         dtypes={"T": HALVES}, static=(), reference=reference, cases=BATCHES if is_batch else CASES,
         batched=None if is_batch else batched,
         kernel=f"cute_ops.kernels.gemm.linear:{kernel}", attrs={"fused": FUSED},
-        tuning=Tuning(config, space_of(sizes, epilogue_cost, is_batch)),
+        tuning=Tuning(config, space_of(sizes, epilogue_cost, is_batch), partial(parts_of, sizes=sizes)),
         fallback=fallback(
             Program(run, product=multiplied), config, lambda p: (size(p), epilogue_cost(p)), after=False,
             anywhere=tuple(inputs),
@@ -117,6 +117,12 @@ def declare(
         sharding=Sharding(tuple(dim for dim in sizes[:2] if dim != "m"), contracted=sizes[2:]), **more,
     )  # fmt: skip
     return op
+
+
+def parts_of(problem: Problem, config: Config, sizes: tuple[str, str, str], halves: int = 1) -> dict[str, Array | None]:
+    """The workspace of a product whose terms are cut into parts."""
+    parts, (m, n, _) = GemmConfig.of(config).parts, map(problem.size, sizes)
+    return {K_PARTS: Array((parts, m, halves * n), "float32")} if parts > 1 else {}
 
 
 def product_of(kernel: str, dtype: str) -> ProductPlan:
