@@ -32,9 +32,9 @@ from cute_ops.jit.plan import Plan, plan
 from cute_ops.kernels.gemm.config import GemmConfig
 from cute_ops.ops import PRODUCTS as NAMED
 from cute_ops.ops.gemm import config as gemm_config
-from cute_ops.ops.gemm import transposed
+from cute_ops.ops.gemm import in_parts, transposed
 from cute_ops.ops.gemm.accumulate import linear_dweight_add
-from cute_ops.ops.gemm.config import CLUSTERS, TILES, EpilogueCost, configs, without_tma
+from cute_ops.ops.gemm.config import CLUSTERS, TILES, EpilogueCost, GemmSize, configs, without_tma
 from cute_ops.ops.gemm.linear import HALVES, PRODUCTS, linear, linear_dweight, linear_dx, linear_float32
 from cute_ops.tools import gradient
 from cute_ops_torch.composite import products
@@ -153,7 +153,7 @@ def filling(op: Op, tensors: list[torch.Tensor], config: GemmConfig) -> tuple[Ca
 def planned(binding: Binding, places: Mapping[str, Memory], config: GemmConfig) -> Plan:
     """With this config, as it is for the op's output and for this GPU."""
     where, itemsize = target.of_device(), 4 if binding.op in (linear_float32, linear_float32.batched) else 2
-    if config.form == "mma_sync" or config.transposed:
+    if config.form == "mma_sync" or config.transposed or config.parts > 1:
         return plan(binding, places, where, config=config.flat())
     fitting = next(c for c in configs(where.arch, where.sm_count, EpilogueCost((itemsize,))) if name(c) == name(config))
     return plan(binding, places, where, config=fitting.flat())
@@ -233,6 +233,24 @@ def test_transposed_tiles(product: Op) -> None:
         for m, n in ((tile_m, tile_n), (rng.randint(1, 4 * tile_m), 8 * rng.randint(1, 1000))):
             print(f"seed {seed}: {m, n, k}, {config}")
             check(product, (m, k, n) if product is linear_dx else (m, n, k), config)
+
+
+@pytest.mark.parametrize("product", PRODUCTS, ids=lambda op: op.name)
+def test_terms_in_parts(product: Op) -> None:
+    """The configs of one, two and three waves of drawn sizes, of which tiles and parts are past the end."""
+    where, seed = target.of_device(), secrets.randbelow(1 << 30)
+    if sm(where.arch) != 90:
+        pytest.skip("the kernel runs on SM 9.0 alone")
+    rng = random.Random(seed)
+    cost = EpilogueCost(blocks=8 if product in (linear, linear_float32) else 64, parts=True)
+    for _ in range(3):
+        m, n, k = rng.randint(65, 2048), 8 * rng.randint(8, 256), 8 * rng.randint(512, 4096)
+        dims = {linear_dx: (m, k, n), linear_dweight: (k, 8 * (m // 8), n)}.get(product, (m, n, k))
+        found = list(in_parts.configs(GemmSize(m, n, k), cost, where.arch, where.sm_count))
+        assert found, f"seed {seed}: {m, n, k}"
+        for config in found:
+            print(f"seed {seed}: {dims}, {config}")
+            check(product, dims, config)
 
 
 SIZES = [
