@@ -463,6 +463,21 @@ def _matmul(front: Front, args: Any, kwargs: Any, value: torch.Tensor) -> Value 
     return front.graph.contract(left, right, ((len(left.shape) - 1,), (rank - 2,)), shape, dtype, (batch, batch))
 
 
+def _baddbmm(front: Front, args: Any, kwargs: Any, value: torch.Tensor) -> Value | None:
+    """``beta input + alpha batch1 @ batch2``, which torch rounds once; an input times zero is not read."""
+    given = dict(zip(("input", "batch1", "batch2"), args, strict=False)) | kwargs
+    graph, shape, dtype = front.graph, shape_of(value), dtype_of(value)
+    if graph.exact or not _is_float(*given.values()) or dtype not in FLOATS:
+        return None
+    left, right = (graph.cast(given[name], dtype) for name in ("batch1", "batch2"))
+    made = graph.contract(left, right, ((2,), (1,)), shape, dtype, ((0,), (0,)))
+    for x, name in ((made, "alpha"), (given["input"], "beta")):
+        factor = given.get(name, 1)
+        scaled = x if factor == 1 else front.primitive("multiply", [x, factor], x.shape, dtype)
+        made = scaled if x is made else made if factor == 0 else front.primitive("add", [made, scaled], shape, dtype)
+    return made
+
+
 def _einsum(front: Front, args: Any, kwargs: Any, value: torch.Tensor) -> Value | None:
     """A product of two arrays whose letters are each a dim of the batch, summed up, or of one array."""
     given = args[1] if len(args) == 2 and isinstance(args[1], (list, tuple)) else args[1:]
@@ -652,7 +667,7 @@ _TRANSLATIONS: dict[str, Callable[..., Value | None]] = {
     "layer_norm": _layer_norm, "addcmul": _addcmul, "leaky_relu": _leaky, "permute": _turned, "getattr": _attribute,
     "max": _maximum("maximum"), "min": _maximum("minimum"), "softmax": _softmax(logarithm=False),
     "log_softmax": _softmax(logarithm=True), "detach": lambda *given: None, "view": _view, "reshape": _view,
-    "einsum": _einsum, **dict.fromkeys(DROPOUT, _dropout),
+    "einsum": _einsum, "baddbmm": _baddbmm, **dict.fromkeys(DROPOUT, _dropout),
     **dict.fromkeys(("zeros", "new_zeros", "zeros_like"), _filled(0.0)),
     **dict.fromkeys(("ones", "new_ones", "ones_like"), _filled(1.0)),
     **dict.fromkeys(("full", "new_full", "full_like", "tensor", "scalar_tensor"), _filled()),

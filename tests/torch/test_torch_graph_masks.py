@@ -155,3 +155,39 @@ def test_layers_that_share_a_mask() -> None:
     found = entries_of(function, *(torch.randn(2, 4, 24, SIZE) for _ in range(3)))
     assert found["attention"] == ["q, k, v, captured0, causal, scores changed"]
     assert inductor.replaced["attention"] == 2
+
+
+def by_baddbmm(form: str, draw: random.Random) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
+    """Attention of heads [batch * heads, positions, columns], or of Megatron's [positions, batch * heads, columns],
+    whose scores ``torch.baddbmm`` computes.
+    """
+    heads, queries, size = draw.randint(1, 5), draw.randint(17, 40), draw.choice((16, 32))
+    scale, beta = draw.choice((size**-0.5, 0.3)), draw.choice((1, 1.0, 0.5))
+    shape = (queries, heads, size) if form == "positions first" else (heads, queries, size)
+    given = [torch.randn(shape) for _ in range(3)]
+    bias = torch.randn(heads, 1, queries).bfloat16().float()
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if form == "positions first":
+            q, k, v = (t.transpose(0, 1) for t in (q, k, v))
+        if form == "biased":
+            scores = bias.to(q.dtype).baddbmm(batch1=q, batch2=k.transpose(1, 2), beta=beta, alpha=scale)
+        else:
+            empty = torch.empty(heads, queries, queries, dtype=q.dtype)
+            scores = torch.baddbmm(empty.fill_(math.nan), q, k.transpose(1, 2), beta=0, alpha=scale)
+        out = torch.bmm(torch.softmax(scores, -1, dtype=torch.float32).to(v.dtype), v)
+        return out.transpose(0, 1).reshape(queries, -1) * 1.5
+
+    return function, tuple(given)
+
+
+@pytest.mark.parametrize("form", ["positions first", "unbiased", "biased"])
+def test_scores_by_baddbmm(form: str) -> None:
+    for seed in range(2):
+        torch._dynamo.reset()
+        torch.manual_seed(seed)
+        inductor.disable()
+        with enabled():
+            function, given = by_baddbmm(form, random.Random(f"{form} {seed}"))
+            found = entries_of(function, *given)
+            assert "attention" in found, found
