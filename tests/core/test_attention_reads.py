@@ -158,7 +158,7 @@ def test_what_rounds_products() -> None:
     """Where none is said to be rounded, it is all the same whether a product is rounded before something is added."""
     print("seed", SEED)
     rng, counts, differ = np.random.default_rng(SEED), {False: 0, True: 0}, 0
-    while min(counts.values()) < 300:
+    for _ in range(2000):
         expression = _drawn_expression(rng)
         whole = rng.integers(-60, 60, (2, 200)).astype(np.float32)
         operands = [*whole, rng.standard_normal(200).astype(np.float32)]
@@ -167,7 +167,7 @@ def test_what_rounds_products() -> None:
         counts[rounds] += 1
         differ += rounds and not (alone == fused).all()
         assert rounds or not held or (alone == fused).all(), expression
-    assert differ > 20  # the drawn ones tell
+    assert min(counts.values()) > 100 and differ > 5  # the drawn ones tell
 
 
 def test_masks_and_indices_are_rounded_as_references_are() -> None:
