@@ -29,6 +29,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from cute_ops.expressions.reference import CUBE, REFERENCE, SLOPE
 from cute_ops.expressions.simplify import fold
 from cute_ops.fusion import named
+from cute_ops.fusion.matrices import Factors, as_matrix
 from cute_ops.fusion.node import Node as Node
 from cute_ops.fusion.node import Shape as Shape
 from cute_ops.fusion.node import Size
@@ -53,6 +54,7 @@ class Graph:
         meant: of a loop's body, by input that is a mask what it is computed from outside, which is not to be computed.
         fixed: values that are known to have no gradient, such as inputs of a body.
         metrics: whether a loss may give what the program reads of its logits beside it, and its product be in float32.
+        heads: by value whose columns the program has as several dims the reshape to these.
     """
 
     def __init__(self, exact: bool = False, flat: bool = False, metrics: bool = False) -> None:
@@ -60,6 +62,8 @@ class Graph:
         self.named: dict[Node, named.Named] = {}
         self.meant: dict[Node, Node] = {}
         self.fixed: set[Node] = set()
+        self.heads: dict[Node, Node] = {}
+        self._factors: dict[Node, Factors] = {}
         self.nodes: list[Node] = []
         self.outputs: list[Node] = []
         self._known: dict[Hashable, Node] = {}
@@ -288,6 +292,8 @@ class Graph:
         if order == tuple(range(len(order))):
             return x
         shape = tuple(x.shape[axis] for axis in order)
+        if x in self._factors and (exchanged := self._exchanged(self._factors[x], x, order)) is not None:
+            return exchanged
         if x.op == "contract" and x.attr[2] == ((), ()):
             (left, right), (a, b, none) = x.args, x.attr
             of_left = len(left.shape) - len(a)
@@ -383,22 +389,66 @@ class Graph:
 
     def contract(
         self, left: Node, right: Node, dims: tuple[tuple[int, ...], tuple[int, ...]], shape: Shape, dtype: str,
-        batch: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
+        batch: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()), *, join: bool = False,
     ) -> Node:  # fmt: skip
         """A product: the dims of a batch first, then what is left of the left operand, then of the right one.
 
         An operand that is transposed is read as it lies. One of all dims with a one-hot matrix is the sum of those of
-        its rows.
+        its rows. ``join``: one with a weight of more than two dims, such as heads, is that with a matrix, reshaped.
         """
         every = tuple(range(len(left.shape)))
         if dims == (every, every) and every[1:] and (_is_one_hot(left) or _is_one_hot(right)):
             rows, last = every[:-1], every[-1:]
             each = self.make("contract", [left, right], (last, last, (rows, rows)), left.shape[:-1], dtype)
             return self.reduce("sum", each, rows, False, dtype)
+        joined = self._by_joined_dims(Factors(left, right, dims), shape, dtype) if join and batch == ((), ()) else None
+        if joined is not None:
+            return joined
         if batch == ((), ()) and len(dims[0]) == 1:
             (left, a), (right, b) = _as_it_lies(left, dims[0][0]), _as_it_lies(right, dims[1][0])
             dims = ((a,), (b,))
         return self.make("contract", [left, right], (*dims, batch), shape, dtype)
+
+    def _by_joined_dims(self, factors: Factors, shape: Shape, dtype: str) -> Node | None:
+        """The product with one of the factors as a matrix of joined dims; None of two matrices and of what has none."""
+        made = self._by_matrix(factors, shape, dtype)
+        if made is None and (turned := self._by_matrix(factors.exchanged, factors.turned(shape), dtype)) is not None:
+            rows = len(shape) - factors.of_left
+            order = (*range(rows, len(shape)), *range(rows))
+            made = self.make("transpose", [turned], order, shape, dtype)
+        return made
+
+    def _by_matrix(self, factors: Factors, shape: Shape, dtype: str) -> Node | None:
+        """The product of rows of the left factor with the right one as a matrix; None where that is no such product."""
+        if (how := as_matrix(factors)) is None:
+            return None
+        x = self.reshape(self.transpose(factors.left, how.left), how.rows)
+        weight = self.reshape(self.transpose(factors.right, how.right), how.matrix)
+        axis, lead = 1 - how.columns, len(how.rows) - 1
+        columns = (*how.rows[:-1], how.matrix[how.columns])
+        product = self.make("contract", [x, weight], ((lead,), (axis,), ((), ())), columns, dtype)
+        made = self.in_heads(product, shape)
+        self._factors[made] = factors
+        return made
+
+    def in_heads(self, x: Node, shape: Shape) -> Node:
+        """A value with its columns as several dims."""
+        made = self.reshape(x, shape)
+        if made is not x:
+            self.heads[x] = made
+        return made
+
+    def _exchanged(self, factors: Factors, x: Node, order: tuple[int, ...]) -> Node | None:
+        """A transposition of a product that has dims of the right factor first, as one of the product of the factors
+        exchanged; None of another one, and where that is no product with a matrix, either.
+        """
+        lead, shape, other = factors.of_left, factors.turned(x.shape), factors.exchanged
+        if order[0] < lead:
+            return None
+        is_matrix = len(factors.left.shape) == 2
+        made = self.contract(*other, shape, x.dtype) if is_matrix else self._by_matrix(other, shape, x.dtype)
+        rows = len(order) - lead
+        return made and self.transpose(made, [axis - lead if axis >= lead else axis + rows for axis in order])
 
 
 def _folded(name: str, args: Sequence[Node], shape: Shape) -> float | bool | None:

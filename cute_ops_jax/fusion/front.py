@@ -244,7 +244,11 @@ class Front:
             return [self.graph.primitive(primitive, [self._node(each) for each in inputs], _shape(aval), dtype)]
         if (translate := _TRANSLATIONS.get(name)) is not None:
             nodes = [self._node(each) for each in inputs]
-            return translate(self.graph, nodes, equation.params, _shape(aval), _dtype(aval))
+            params = equation.params
+            if name == "dot_general":
+                shardings = (getattr(v.aval, "sharding", None) for v in equation.invars)
+                params = {**params, "placed": any(map(_is_placed, shardings))}
+            return translate(self.graph, nodes, params, _shape(aval), _dtype(aval))
         if name == "stop_gradient":
             return self._stop(equation, inputs[0])
         return self._iota(equation) if name == "iota" else None
@@ -536,13 +540,14 @@ def _counts(g: Graph, node: Node, axis: int) -> bool:
 
 
 def _dot_general(g: Graph, args: _Args, params: Any, shape: Any, dtype: str) -> _Made:
+    """``params``: the equation's, and whether its operands are ``placed``, which dims that are joined would not be."""
     precision = params.get("precision")
     own = _OWN_PRECISION.get(args[0].dtype) == getattr(precision, "name", "") and args[0].dtype == args[1].dtype
     if not (precision is None or own) or _is_placed(params.get("out_sharding")):
         return None
     dims, batch = params["dimension_numbers"]
     dims, batch = tuple(map(tuple, dims)), tuple(map(tuple, batch))
-    return [g.contract(args[0], args[1], dims, shape, dtype, batch)]
+    return [g.contract(args[0], args[1], dims, shape, dtype, batch, join=not params["placed"])]
 
 
 def _vary(g: Graph, args: _Args, params: Any, shape: Any, dtype: str) -> _Made:

@@ -123,7 +123,7 @@ class Program:
         def read(value: Any) -> Any:
             if not isinstance(value, Value):
                 return value
-            if value.node in self._replaced:
+            if value.node in self._replaced or self._is_view(value.node):
                 return made[value.node]
             if value.step is not None:
                 return made[id(value.step), value.index]
@@ -154,7 +154,7 @@ class Program:
                     outs = unit.call(given)
                 made.update((root, self._placed(root, out)) for root, out in zip(unit.found.roots, outs, strict=True))
             else:
-                made[unit] = self._of_primitives(unit, [of_node(arg) for arg in unit.args])
+                made[unit] = self._of_primitives(unit, [of_node(arg) for arg in self._args(unit)])
         return [read(value) for value in self.front.outputs]
 
     def policy(self, policy: Policy) -> Policy:
@@ -164,6 +164,7 @@ class Program:
         parts = {node: part for part in self.parts if part.call for node in _computes(part)}
         running, replaced = set(map(id, self._order)), dict[int, tuple[Part, list[Step]]]()
         steps = [(node, value.step) for node, value in self.front.values.items() if id(value.step) not in running]
+        steps = [(_below_views(node, parts) if self._is_view(node) else node, step) for node, step in steps]
         for node, step in [*steps, *((_below_views(node, parts), step) for node, step in self.front.names)]:
             if step is not None and (part := parts.get(node)) is not None:
                 replaced.setdefault(id(part), (part, []))[1].append(step)
@@ -189,8 +190,20 @@ class Program:
             return out
         return as_typed(out, value.step.equation.outvars[value.index].aval)
 
+    def _is_view(self, node: Node) -> bool:
+        """Whether a node views a value that a part computes with other dims than the program, which has it in views."""
+        below = _below_views(node, self._replaced)
+        return below is not node and below in self._replaced and below in self.front.graph.heads
+
+    def _args(self, node: Node) -> Sequence[Node]:
+        """What a node that no equation makes is computed from: the program's value of it with other dims, if any."""
+        heads = self.front.graph.heads.get(node)
+        return node.args if heads is None or heads not in self.front.values else (heads,)
+
     def _of_primitives(self, node: Node, args: Sequence[Any]) -> Any:
         """The value of a node that no equation makes."""
+        if node in self.front.graph.heads and self._args(node) is not node.args:
+            return jnp.reshape(args[0], node.shape)
         if (call := self.front.graph.named.get(node)) is None:
             return _of_primitives(node, args)
         x, index = args  # an element of each row
@@ -306,7 +319,7 @@ class Program:
         """The equation that makes a value; None for inputs, constants and numbers."""
         if not isinstance(value, Value):
             return None
-        return self._replaced.get(value.node, value.step)
+        return value.node if self._is_view(value.node) else self._replaced.get(value.node, value.step)
 
     def _needs(self, unit: Any) -> list[Any]:
         if isinstance(unit, Step):
@@ -314,7 +327,7 @@ class Program:
         elif isinstance(unit, Part):
             made = [self._of_node(node) for _, nodes in _reads(unit) for node in nodes]
         else:
-            made = [self._of_node(node) for node in unit.args]
+            made = [self._of_node(node) for node in self._args(unit)]
         return [each for each in made if each is not None]
 
     def _of_node(self, node: Node) -> Any:
