@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 
 from cute_ops.fusion.graph import FLOATS, Graph, Node
+from cute_ops.fusion.heads import by_columns
 from cute_ops.fusion.lengths import EXACT, WHOLE, kept_dims, masks_outside
 from cute_ops.fusion.named import number_of
 from cute_ops.fusion.orders import reorder
@@ -133,6 +134,7 @@ class Front:
         self.graph.outputs = [each.node for each in self.outputs if isinstance(each, Value)]
         if not (exact or self._only_values):
             self._follow(reorder(self.graph))
+            self._follow(by_columns(self.graph))
 
     def _follow(self, moved: Mapping[Node, Node]) -> None:
         """Let the program's values be the nodes that take the place of theirs."""

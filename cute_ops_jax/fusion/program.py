@@ -163,8 +163,8 @@ class Program:
         """
         parts = {node: part for part in self.parts if part.call for node in _computes(part)}
         running, replaced = set(map(id, self._order)), dict[int, tuple[Part, list[Step]]]()
-        steps = [(node, value.step) for node, value in self.front.values.items() if id(value.step) not in running]
-        steps = [(_below_views(node, parts) if self._is_view(node) else node, step) for node, step in steps]
+        values = [(node, value.step) for node, value in self.front.values.items() if id(value.step) not in running]
+        steps = map(partial(self._of_columns, parts), values)
         for node, step in [*steps, *((_below_views(node, parts), step) for node, step in self.front.names)]:
             if step is not None and (part := parts.get(node)) is not None:
                 replaced.setdefault(id(part), (part, []))[1].append(step)
@@ -194,6 +194,11 @@ class Program:
         """Whether a node views a value that a part computes with other dims than the program, which has it in views."""
         below = _below_views(node, self._replaced)
         return below is not node and below in self._replaced and below in self.front.graph.heads
+
+    def _of_columns(self, parts: Container[Node], made: tuple[Node, Step | None]) -> tuple[Node, Step | None]:
+        """The value whose columns are dims of a node of the program, if a part computes it, with the node's step."""
+        below = _below_views(made[0], parts)
+        return (below if below in self.front.graph.heads else made[0]), made[1]
 
     def _args(self, node: Node) -> Sequence[Node]:
         """What a node that no equation makes is computed from: the program's value of it with other dims, if any."""

@@ -174,3 +174,53 @@ def test_output_projections_with_the_norm_after_them(out: str) -> None:
 
     weight = jnp.einsum(f"hkd->{out}", O)
     assert check(function, X, draw(B, T, H, K), weight, NORM) == ["linear_add_rmsnorm"]
+
+
+def projected(x: jax.Array, weight: jax.Array) -> jax.Array:
+    return jnp.einsum("bsd,dhk->bshk", x, weight)
+
+
+GATED = (X, draw(D, 2, K), draw(2, K), draw(K, D))
+ELEMENTS: dict[str, tuple[Callable[..., Any], tuple[jax.Array, ...], list[str]]] = {
+    "a bias": (lambda x, w, b: projected(x, w) + b, (X, Q, BIAS), ["linear"]),
+    "a bias that is cast": (
+        lambda x, w, b: (projected(x, w).astype("float32") + b[None, None]).astype(x.dtype), (X, Q, BIAS), ["linear"]),
+    "a bias, then a norm of each head": (
+        lambda x, w, b, n: rms(projected(x, w) + b, n), (X, Q, BIAS, draw(K)), ["linear", "rmsnorm"]),
+    "a gate": (lambda x, w, y: jax.nn.sigmoid(projected(x, w)) * y, (X, Q, draw(B, T, H, K)), ["linear"]),
+    "a number per head": (lambda x, w, b: jnp.tanh(projected(x, w)) * b, (X, Q, draw(H, 1)), ["fused"]),
+    "a gate of rows": (
+        lambda x, w, y: jax.nn.sigmoid(projected(x, w)) * y[..., None, None], (X, Q, draw(B, T)), ["linear"]),
+    "read twice": (lambda x, w, b: (projected(x, w) + b, jnp.tanh(projected(x, w)).sum(-1)), (X, Q, BIAS), ["fused"]),
+    "an MLP of hidden dims": (
+        lambda x, w, b, o: jnp.einsum("bshk,hkd->bsd", jax.nn.silu(projected(x, w) + b), o), (X, Q, BIAS, O), ["mlp"]),
+    "gate and up in one weight": (
+        lambda x, w, _, o: (lambda y: jax.nn.silu(y[:, :, 0]) * y[:, :, 1])(projected(x, w)) @ o, GATED, ["gated_mlp"]),
+    "gate and up with a bias": (
+        lambda x, w, b, o: (lambda y: jax.nn.silu(y[:, :, 0]) * y[:, :, 1])(projected(x, w) + b) @ o, GATED, ["linear"]
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ELEMENTS)
+def test_elements_of_products_in_heads(name: str) -> None:
+    function, args, want = ELEMENTS[name]
+    assert check(function, *args) == want
+
+
+@pytest.mark.parametrize("spec", [("x", None, "y"), ("x", "y", None)])
+def test_weights_whose_heads_are_on_several_devices(spec: tuple[str | None, ...]) -> None:
+    """A column of a mesh has some heads, and perhaps some rows; results are those of one device."""
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    heads = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, spec[1] or spec[2]))
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(spec[0]))
+
+    def function(x: jax.Array, w: jax.Array, b: jax.Array, o: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.sin(x + jnp.einsum("bshk,hkd->bsd", jax.nn.silu(projected(x, w) + b), o)))
+
+    args = X, Q, BIAS, O
+    want = jax.grad(function, (0, 1, 2, 3))(*args)
+    placed = (jax.device_put(X, rows), jax.device_put(Q, heads), BIAS, O)
+    got = jax.jit(jax.grad(cute_ops_jax.fuse(function), (0, 1, 2, 3)), compiler_options=QUICK)(*placed)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
