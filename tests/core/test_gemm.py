@@ -123,7 +123,8 @@ def test_every_config_fits_an_sm(name: str, sm_count: int) -> None:
             half = config.tile_m // (1 + cost.gate_up)
             assert (half % (cost.blocks * config.cluster_n), half % sub_m) == (0, 0)
         else:
-            assert columns // config.cluster_m % cost.blocks == 0
+            row = 32 if cost.blocks == 64 and config.tile_n % 64 == 32 and not cost.gate_up else cost.blocks
+            assert columns // config.cluster_m % row == 0
         assert 1 <= config.clusters * config.ctas <= sm_count
         assert GemmConfig.of(config.flat()) == config
 
@@ -538,7 +539,9 @@ def test_results_without_tma(
         (linear, "pingpong", (128, 128), (1, 1), (130, 333, 72)),
         (linear_float32, "cooperative", (256, 128), (1, 2), (260, 136, 200)),
         (linear_dx, "pingpong", (128, 128), (1, 1), (130, 72, 264)),
+        (linear_dx, "cooperative", (128, 224), (1, 2), (260, 72, 456)),
         (linear_dweight, "cooperative", (128, 256), (1, 1), (80, 136, 264)),
+        (linear_dweight, "pingpong", (128, 160), (1, 2), (80, 264, 328)),
         (linear_dweight_add, "cooperative", (128, 128), (1, 1), (80, 136, 264)),
         (linear_dweight_add, "pingpong", (64, 128), (2, 1), (200, 264, 136)),
         (linear, "pingpong", (64, 128), (2, 2), (260, 530, 200)),

@@ -49,6 +49,10 @@ SHARED_128 = {*NARROW_128, (96, 3)}
 # this part of all SMs, or on at most half of them where CTAs share terms: so none of 12 drawn products took longer than
 # by wider tiles. With CTAs on 77 of 132 SMs some took up to a fifth longer (H200).
 MOST_BUSY = 0.9
+# The factor by which the model must find tiles of half rows faster, see has_half_rows. Of 23 drawn gradients of weights
+# 17 then have another config, and all take 0.91 of their time before in the mean, none 2% longer; of 17 of x 0.955, one
+# 6% longer. With operands off lines 8192 x 1152 x 1560 took 1.22 times as long (H200).
+FASTER_BY_HALF = 1.04
 EDGES = (8, 16, 32, 64)  # rows of a that are loaded of a tile at the edge
 MORE_EDGES = (96, 128, 144, 160, 176)  # those that tiles of THREE_BLOCKS may have besides EDGES
 GPC_SMS = 18  # of a group of SMs at most, in which a cluster must fit; their number is even
@@ -153,8 +157,7 @@ class EpilogueCost(NamedTuple):
         outputs: bytes of an element of each output.
         tiles: bytes of an element of each operand ``(m, n)``.
         gate_up: whether an element needs two columns of the product, one of the gate's and one of the up projection's.
-        blocks: columns of b that share a row of 128 bytes in shared memory. A CTA loads a multiple of them, so
-            that TMA writes whole rows.
+        blocks: columns of b that share a row of 128 bytes in shared memory, see :func:`loads_whole_rows`.
         vectors: registers of a thread for row and column vectors.
         live: float32 values of an element that are needed at once.
         mufu: instructions for each element that an SM does 16 of in a cycle.
@@ -201,8 +204,8 @@ def _configs(arch: str, sm_count: int, cost: EpilogueCost) -> Iterator[GemmConfi
     for config in _shapes(sm_count):
         if not config.clusters:
             continue
-        columns, stored = config.tile_n // (1 + cost.gate_up), config.stored_n // (1 + cost.gate_up)
-        if columns % (cost.blocks * config.cluster_m) or stored % cost.group:
+        stored = config.stored_n // (1 + cost.gate_up)
+        if stored % cost.group or not loads_whole_rows(config, cost):
             continue
         if stored % config.subtile(*cost.outputs, *cost.tiles)[1]:
             narrow = {MMA_M: NARROW, 2 * MMA_M: NARROW_128}.get(config.tile_m, ())
@@ -214,6 +217,17 @@ def _configs(arch: str, sm_count: int, cost: EpilogueCost) -> Iterator[GemmConfi
         fitting = list(with_stages(config, arch, cost))
         if fitting:
             yield next((c for c in fitting if c.stages >= ENOUGH_STAGES), fitting[-1])
+
+
+def has_half_rows(config: GemmConfig, cost: EpilogueCost) -> bool:
+    """Whether b's tile has rows of half as many columns as ``cost.blocks``, which do not divide its columns."""
+    return cost.blocks == SWIZZLED and not cost.gate_up and config.tile_n % SWIZZLED == SWIZZLED // 2
+
+
+def loads_whole_rows(config: GemmConfig, cost: EpilogueCost) -> bool:
+    """Whether a CTA loads whole rows of b's tile in shared memory."""
+    row = cost.blocks // 2 if has_half_rows(config, cost) else cost.blocks
+    return config.tile_n // (1 + cost.gate_up) % (row * config.cluster_m) == 0
 
 
 def _shapes(sm_count: int) -> Iterator[GemmConfig]:
@@ -290,8 +304,11 @@ def choose(size: GemmSize, cost: EpilogueCost, arch: str, sm_count: int, by_rows
 
 
 def _expected_cycles(config: GemmConfig, size: GemmSize, cost: EpilogueCost) -> float:
-    """The cycles by which configs are compared: a tile of three blocks counts as FASTER_BY_THREE times as slow."""
-    return slowest_cycles(config, size, cost) * (FASTER_BY_THREE if config.tile_m == THREE_BLOCKS else 1)
+    """The cycles by which configs are compared: a tile of three blocks counts as FASTER_BY_THREE times as slow, one of
+    half rows as FASTER_BY_HALF.
+    """
+    found = slowest_cycles(config, size, cost) * (FASTER_BY_THREE if config.tile_m == THREE_BLOCKS else 1)
+    return found * (FASTER_BY_HALF if has_half_rows(config, cost) else 1)
 
 
 def _loads(config: GemmConfig, size: GemmSize) -> tuple[float, int]:
@@ -316,6 +333,8 @@ def _without_cluster(chosen: GemmConfig, near: Iterable[GemmConfig]) -> GemmConf
 
 def _is_for(config: GemmConfig, size: GemmSize, cost: EpilogueCost) -> bool:
     """Whether a config was measured not to lose in products of so many rows."""
+    if has_half_rows(config, cost) and max(size.off_a, size.off_b) > 1:
+        return False
     if config.tile_m == THREE_BLOCKS:
         return size.m in OF_THREE_BLOCKS and (not cost.tiles or count_tiles(config, size, cost) <= config.clusters)
     if config.tile_m == 2 * MMA_M and (config.tile_n, config.cluster_k) in SHARED_128:
