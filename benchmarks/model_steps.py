@@ -142,9 +142,9 @@ SHAPES = {
          "patch_size": 14, "num_labels": 1000, **_WITHOUT},
         {**_TINY, "image_size": 28, "num_labels": 8}, 128, 257, image,
     ),
-    "ViT-B/16, nn.MultiheadAttention": Shape(ViT, {}, _TINY_ENCODER, 256, 197, image),
-    "ViT-B/16, autocast": Shape(ViT, {}, _TINY_ENCODER, 256, 197, image, torch.float32),
-    "nn.TransformerEncoder, padded": Shape(Tokens, {}, _TINY_ENCODER, 64, 512, padded),
+    "ViT-B/16 by nn.MultiheadAttention": Shape(ViT, {}, _TINY_ENCODER, 256, 197, image),
+    "ViT-B/16 under autocast": Shape(ViT, {}, _TINY_ENCODER, 256, 197, image, torch.float32),
+    "padded nn.TransformerEncoder": Shape(Tokens, {}, _TINY_ENCODER, 64, 512, padded),
     "DiT": Shape(DiT, {}, {"hidden_size": 64, "num_hidden_layers": 2, "image_size": 8}, 64, 256, noisy),
     "Whisper-large": Shape(
         "WhisperForConditionalGeneration",

@@ -151,7 +151,7 @@ def test_floors_of_rows_move_as_many_bytes(capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.slow
 def test_steps_of_models(capsys: pytest.CaptureFixture[str]) -> None:
     turns = [model_steps.Turns(name, small=True, profile=3) for name in ("eager", "ours")]
-    for name in ("T5", "DiT", "ViT-B/16, autocast", "nn.TransformerEncoder, padded"):
+    for name in ("T5", "DiT", "ViT-B/16 under autocast", "padded nn.TransformerEncoder"):
         rows = [[each.obey(line) for line in (name, "1", "")][-1] for each in turns]
         assert [row and row["status"] for row in rows] == ["ok", "ok"]
         losses = [row["loss_first"] for row in rows if row]
