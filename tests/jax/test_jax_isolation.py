@@ -54,7 +54,7 @@ def test_the_check_can_fail(name: str) -> None:
 @pytest.mark.slow
 def test_what_the_import_loads(what_loads: Callable[[str, str, int], str]) -> None:
     """Rooms of ours, and nothing of others: what is added here is paid at every start."""
-    program = what_loads("jax", "cute_ops_jax", 221)
+    program = what_loads("jax", "cute_ops_jax", 223)
     core = "autotune composite constants declaration env errors expressions files garbage hardware jit kernels mods ops"
     names = [f"cute_ops.{name}" for name in (*core.split(), "version")]
     names += [f"cute_ops_jax.{name}" for name in ("_compat", "distributed", "primitive")]
