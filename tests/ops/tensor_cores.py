@@ -26,6 +26,7 @@ class ScoresConfig(KernelConfig):
     writes: str = "out"
     half_align: int = 16
     tile_stages: int = 0
+    transposed: bool = False
 
 
 def _scores(xp: Any, q: Any, k: Any, v: Any, bias: Any, factor: Any) -> Any:
