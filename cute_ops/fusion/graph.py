@@ -410,7 +410,11 @@ class Graph:
         return self.make("contract", [left, right], (*dims, batch), shape, dtype)
 
     def _by_joined_dims(self, factors: Factors, shape: Shape, dtype: str) -> Node | None:
-        """The product with one of the factors as a matrix of joined dims; None of two matrices and of what has none."""
+        """The product with one of the factors as a matrix of joined dims; None of rows and a matrix, and of what has
+        none.
+        """
+        if len(factors.right.shape) == 2 and factors.dims[0] == (len(factors.left.shape) - 1,):
+            return None
         made = self._by_matrix(factors, shape, dtype)
         if made is None and (turned := self._by_matrix(factors.exchanged, factors.turned(shape), dtype)) is not None:
             rows = len(shape) - factors.of_left
