@@ -362,12 +362,19 @@ class Emitter(Insertion):
             return self.part(self.array(value.args[0]), *value.attr)
         if is_of_complex(value):
             return self.function(getattr(torch, str(value.attr)), self.array(value.args[0]))
-        if value.op == "contract" and value.attr[2] == ((), ()) and len(value.args[1].shape) == 2:
-            left, right = map(self.array, value.args)
-            if value.attr[0] == (len(value.args[0].shape) - 1,):
-                across = value.attr[1] == (0,)
-                return self.function(torch.matmul if across else torch.nn.functional.linear, left, right)
+        if value.op == "contract" and (made := self._product(value)) is not None:
+            return made
         raise Refused(f"the program has no tensor of its {value.op}")
+
+    def _product(self, value: Value) -> Node | None:
+        """A product of rows and a matrix, or of a batch, such as that of ``baddbmm``; None of another one."""
+        (x, other), (over, of, batch) = value.args, value.attr
+        if (over, of, batch) == ((2,), (1,), ((0,), (0,))) and x.dtype == other.dtype == value.dtype:
+            return self.function(torch.bmm, self.array(x), self.array(other))
+        if batch != ((), ()) or len(other.shape) != 2 or over != (len(x.shape) - 1,):
+            return None
+        function = torch.matmul if of == (0,) else torch.nn.functional.linear
+        return self.function(function, self.array(x), self.array(other))
 
     def _fitted(self, leaf: Leaf, found: Found, copied: bool = False) -> Node:
         """An operand in the shape in which it meets the values, its rows in the results' order."""

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from cute_ops.composite.qkv_rope import HEADS
 from cute_ops_torch import inductor
 from cute_ops_torch.inductor import after_autograd, fusion_choice, measured_times
-from tests.torch.drawn_programs import Program, compare, enabled, with_graphs_after_autograd
+from tests.torch.drawn_programs import Program, compare, enabled, through_autograd, with_graphs_after_autograd
 
 Tensor = torch.Tensor
 N = 16
@@ -218,6 +218,21 @@ def test_reports_say_in_which_module_parts_stand() -> None:
     assert lines[0].startswith("torch.compile: 5 parts replaced")
     assert "    2 x gated_mlp * [2, 6, 16] x, w_gate, w_up, w_down" in lines
     assert "    1 x rmsnorm   *.norm [2, 6, 16]" in lines
+
+
+@pytest.mark.parametrize(("alpha", "beta"), [(1.0, 1.0), (0.3, -2.0)])
+def test_what_follows_a_batch_of_products(alpha: float, beta: float) -> None:
+    """The sum of ``baddbmm`` joins what follows it; the products stay torch's."""
+
+    def function(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+        return F.rms_norm(F.gelu(torch.baddbmm(x, y, w, alpha=alpha, beta=beta)), (N,))
+
+    compiled = torch.compile(function, backend=through_autograd, fullgraph=True)
+    given = draw(2, 3, N), draw(2, 3, 5), draw(2, 5, N)
+    (got, want) = (run(*given) for run in (compiled, function))
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(*(torch.autograd.grad(out.cos().sum(), given) for out in (got, want)))
+    assert any("gelu" in text and "mean" in text for text in became())
 
 
 AHEAD = """
